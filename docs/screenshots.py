@@ -24,7 +24,6 @@ def terminal() -> None:
     import lade
     from lade.chat.conversation import Conversation
     from lade.chat.terminal import PROMPT, Terminal
-    from lade.chat.view import THEME
     from lade.models.settings import Settings
 
     loaded = lade.models.load(dtype="float32")  # where both write the same
@@ -38,7 +37,6 @@ def terminal() -> None:
         force_terminal=True,
         width=_WIDTH,
         highlight=False,
-        theme=THEME,
     )
     chat = Terminal(conversation, console)
     for line in _LINES:

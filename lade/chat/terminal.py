@@ -253,7 +253,7 @@ class Terminal:
     def _show(self, _: str) -> None:
         self._shows_drafted = not self._shows_drafted
         if not self._shows_drafted:
-            self._say("Answers are shown as Markdown again.")
+            self._say("Drafted tokens are no longer shown.")
             return
         drafted = ("drafted by the n-gram pool and accepted", DRAFTED)
         self.console.print(Text.assemble(drafted, ", or the model's own token"))

@@ -1,9 +1,10 @@
 """Commands, their options and help texts; the implementations are in other modules.
 
 Shared options are in `options.py`, those of `lade pool` in `pool.py` and those of `lade serve`
-in `serve_app.py`.
+in `serve.py`.
 """
 
+import sys
 from typing import Annotated
 
 import typer
@@ -24,7 +25,7 @@ from lade.cli.options import (
     of_drafting,
 )
 from lade.cli.pool import app as pool
-from lade.cli.serve_app import serve
+from lade.cli.serve import serve
 from lade.errors import UserError
 from lade.models.settings import Settings
 
@@ -134,14 +135,18 @@ def chat(
     Answers appear as they come, with their speed. /help lists the commands, such as /plain, which
     compares lade with plain generate.
     """
-    from lade.cli.chat import check_terminal, run
     from lade.cli.prompting import read_typed
 
-    check_terminal()
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UserError(
+            "expected a terminal to chat in; lade generate - answers a question from a pipe or file"
+        )
     system = None if system is None else read_typed(system)
     settings = sampling.settings(max_new_tokens)
     loaded = loading.load(model)
-    run(loaded, settings, system, drafting, prewarms=prewarm)
+    from lade.cli.generate import run_chat
+
+    run_chat(loaded, settings, system, drafting, prewarms=prewarm)
 
 
 app.command(rich_help_panel=_USE)(serve)
@@ -167,9 +172,9 @@ def demo(
     ruled out. Then plain generate, transformers' prompt lookup and lade answer six prompts.
     """
     loaded = loading.load(model)
-    from lade.cli.demo import run  # imports torch, in silence
+    from lade.cli.bench import demonstrate  # imports torch, in silence
 
-    run(loaded, prompt or [], max_new_tokens)
+    demonstrate(loaded, prompt or [], max_new_tokens)
 
 
 @app.command(rich_help_panel=_MEASURE)
@@ -212,14 +217,16 @@ def bench(
     - accepted: the share of draft tokens that were accepted.
     """
     from lade.bench.prompts import DEMO_PROMPTS, read_prompts
-    from lade.cli.bench import compare, compare_busy
 
     settings = Settings(max_new_tokens, temperature)
     chosen = read_prompts(prompts or DEMO_PROMPTS)
+    loaded = loading.load(model)
+    from lade.cli.bench import compare, compare_busy  # imports torch, in silence
+
     if busy:
-        compare_busy(loading.load(model), chosen, settings, json)
-        return
-    compare(loading.load(model), chosen, settings, json, shows_budget=budget)
+        compare_busy(loaded, chosen, settings, json)
+    else:
+        compare(loaded, chosen, settings, json, shows_budget=budget)
 
 
 @app.command(rich_help_panel=_PREPARE)

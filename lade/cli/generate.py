@@ -1,22 +1,29 @@
-"""`lade generate`: one answer, streamed."""
+"""`lade generate`, one answer, streamed; and `lade chat`, a conversation in a terminal."""
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import torch
+from platformdirs import user_data_path
+from rich.console import Console
 
 import lade
+from lade.chat.conversation import Conversation
 from lade.cli import replacing
 from lade.cli.loading import check, console
 from lade.cli.options import DraftOptions
+from lade.cli.prewarm import note_idle_prewarming
 from lade.cli.prompting import max_answer_tokens
+from lade.errors import MissingExtraError
 from lade.hf.call import predicted_ids
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
 from lade.models.stream import TextStream, without_controls
+from lade.prewarming.idle import IdlePrewarming
 from lade.stats import Step
 
 
@@ -72,3 +79,28 @@ def _show(text: str) -> None:
     """Print a part of an answer to standard output, letter by letter into a file or pipe."""
     out = replacing(sys.stdout)
     print(without_controls(text) if out.isatty() else text, end="", flush=True, file=out)
+
+
+def run_chat(
+    loaded: LoadedModel,
+    settings: Settings,
+    system: str | None,
+    drafting: DraftOptions,
+    *,
+    prewarms: bool = False,
+) -> None:
+    """Chat until the user leaves; with `prewarms`, prewarm the model while it waits."""
+    try:
+        from lade.chat.terminal import Terminal, history_in
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "prompt_toolkit", "cli") from None
+    check(loaded)
+    with drafting.open_pools(loaded) as pools, ExitStack() as stack:
+        conversation = Conversation(loaded, settings=settings, pool=pools, system=system)
+        history = history_in(user_data_path("lade", appauthor=False))
+        terminal = Terminal(conversation, Console(highlight=False), history)
+        if prewarms:
+            idle = IdlePrewarming(loaded.model, lambda: terminal.is_waiting)
+            stack.callback(idle.close)
+            note_idle_prewarming(idle)
+        terminal.run()

@@ -22,8 +22,7 @@ from lade.errors import UserError
 from lade.models.loading import LoadedModel
 from lade.prewarming.idle import IdlePrewarming
 from lade.prewarming.warming import warm_up
-from lade.server.connections import END_SEC, HEADER_BYTES, guarded
-from lade.server.hosts import names_of
+from lade.server.access import names_of
 from lade.server.options import ServerOptions
 from lade.server.routes import Routes
 
@@ -31,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 # Longer than clients keep idle connections; otherwise a client may use one that was just closed.
 _KEEP_ALIVE_SEC = 75
+# Time to end an answer: a forward pass cannot be interrupted.
+_END_SEC = 5.0
+# Size of request line and headers. The parser checks it between two reads.
+_HEADER_BYTES = 2**14
 
 
 class Server(uvicorn.Server):
@@ -76,9 +79,6 @@ class Server(uvicorn.Server):
             if family == socket.AF_INET6:
                 self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             self._socket.bind((host, port))
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # hangs up on clients that never read
-                stall = int(1000 * options.timeout_sec)
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall)
             sizes = options.max_batch_size, options.max_batch_tokens
             batcher = Batcher(loaded.model, max_batch_size=sizes[0], max_batch_tokens=sizes[1])
             batcher.run(partial(warm_up, loaded.model, num_rows=2, config=options.config))
@@ -97,15 +97,15 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 self._routes,
-                http=guarded(options.max_connections, options.timeout_sec),
-                h11_max_incomplete_event_size=HEADER_BYTES,
+                http="h11",  # httptools would bound no headers
+                h11_max_incomplete_event_size=_HEADER_BYTES,
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 proxy_headers=False,  # any client can write these headers, and addresses take turns
                 timeout_keep_alive=_KEEP_ALIVE_SEC,
-                timeout_graceful_shutdown=int(options.grace_sec + 2 * END_SEC),
+                timeout_graceful_shutdown=int(options.grace_sec + 2 * _END_SEC),
             )
         )
 
@@ -138,7 +138,7 @@ class Server(uvicorn.Server):
         super().run([self._socket])
 
     def _finish(self) -> None:
-        self._engine.wait(END_SEC)  # no longer, although a forward pass may be running
+        self._engine.wait(_END_SEC)  # no longer, although a forward pass may be running
         self._stack.close()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 from lade.config import Config
 from lade.hf.pools import Pools
+from lade.server.access import KeyOwner
 from lade.server.errors import ApiError
-from lade.server.keys import KeyOwner
 from lade.server.requests import Asked
 from lade.stats import DecodeStats
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from lade.config import Config
 from lade.drafting.drafter import Drafter
 from lade.errors import UserError
-from lade.server.keys import ApiKeys
+from lade.server.access import ApiKeys
 
 _LEAST = {
-    **dict.fromkeys(("max_connections", "max_batch_size", "max_batch_tokens"), 1),
+    **dict.fromkeys(("max_batch_size", "max_batch_tokens"), 1),
     **dict.fromkeys(("max_prompt_tokens", "max_new_tokens", "max_body_bytes"), 1),
     **dict.fromkeys(("max_queue", "grace_sec", "pool_memory_bytes"), 0),
 }
@@ -35,7 +35,6 @@ class ServerOptions:
         save_every_sec: seconds between two saves of the pools that have learned.
         allowed_hosts: host names that requests may have, beside the server's address. If empty, a
             server that other machines reach accepts all names, others those of this machine.
-        max_connections: maximum number of connections.
         max_batch_size: maximum number of requests that are answered at once, if the model's forward
             passes can run together; one key gets all slots but one at most.
         max_batch_tokens: maximum tokens of these requests, as for `lade.Batcher`.
@@ -43,7 +42,7 @@ class ServerOptions:
         max_prompt_tokens: maximum length of a prompt; None for the model's context length.
         max_new_tokens: maximum length of an answer.
         max_body_bytes: maximum size of a request's body.
-        timeout_sec: limit of a request, from its first byte to the last byte of the answer.
+        timeout_sec: limit of a request, from its headers to the last token of its answer.
         grace_sec: seconds that running answers have to finish when the server stops.
         ignores_unknown: whether unknown fields of requests are left out, and named in a header of
             the answer and in the log; else such requests are refused.
@@ -67,7 +66,6 @@ class ServerOptions:
     pool_disk_bytes: int = 2**34
     save_every_sec: float = 60.0
     allowed_hosts: Sequence[str] = ()
-    max_connections: int = 10_000
     max_batch_size: int = 16
     max_batch_tokens: int | None = None
     max_queue: int = 100

@@ -25,13 +25,11 @@ from lade.engine.engine import Engine
 from lade.models.loading import LoadedModel
 from lade.probing.profile import Profiles
 from lade.server import exchange as exchanges
+from lade.server.access import ApiKeys, KeyOwner, Shares, is_known, origin_of
 from lade.server.answers import events, whole
-from lade.server.connections import Shares, origin_of
 from lade.server.errors import ApiError, failed
 from lade.server.exchange import Exchange
-from lade.server.hosts import is_known
 from lade.server.inference import answer, end_exchange
-from lade.server.keys import ApiKeys, KeyOwner
 from lade.server.limits import Preparing
 from lade.server.metrics import Metrics
 from lade.server.options import ServerOptions
@@ -40,7 +38,6 @@ from lade.server.users import UserPools
 
 logger = logging.getLogger(__name__)
 
-_BODY_SEC = 60.0
 # Bodies of full size that the server holds for waiting requests: of all keys, and of one key.
 _MAX_BODIES, _MAX_BODIES_OF_KEY = 64, 16
 
@@ -194,9 +191,8 @@ class Routes:
     async def _body(self, request: Request, exchange: Exchange) -> bytearray:
         """Read a body, one that is too long to its end, so that the client gets the error."""
         data, most = bytearray(), self._options.max_body_bytes
-        sec = min(_BODY_SEC, exchange.timeout_sec)
         try:
-            async with asyncio.timeout(sec):
+            async with asyncio.timeout(exchange.timeout_sec):
                 async for piece in request.stream():
                     exchange.check()
                     if piece and len(data) <= most:
@@ -208,8 +204,7 @@ class Routes:
         except ClientDisconnect:
             raise _left() from None
         except TimeoutError:
-            late = ApiError(408, f"expected a whole body within {sec:g} seconds", closes=True)
-            exchange.end(late)
+            exchange.check()
         if len(data) > most:
             raise ApiError(413, f"expected a body of at most {most} bytes", code="too_large")
         exchange.check()

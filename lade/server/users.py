@@ -10,8 +10,8 @@ from lade.hf.pool_files import fingerprint_of_tokenizer, load_pool
 from lade.hf.pools import AnyPool, Pools
 from lade.models.loading import LoadedModel
 from lade.prewarming.fingerprint import fingerprint_of
+from lade.server.access import KeyOwner
 from lade.server.errors import ApiError
-from lade.server.keys import KeyOwner
 from lade.server.options import ServerOptions
 from lade.server.requests import Asked
 from ngram_pool import PoolStore

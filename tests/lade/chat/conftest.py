@@ -70,7 +70,7 @@ def chat(saved_with: Callable[..., Path], tmp_path: Path) -> Callable[..., Chat]
         pause: float = 0.0,
         **env: str,
     ) -> Chat:
-        screen = Screen(size[1])
+        screen = Screen()
         begun: list[threading.Thread] = []
 
         def type_slowly() -> None:  # as completion takes a moment

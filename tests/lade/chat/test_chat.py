@@ -260,7 +260,7 @@ def test_show_tells_drafted_tokens_apart_and_begins_with_the_last_answer(chat: B
     options = ("--max-new-tokens", 100, "--temperature", 0)
     shown = chat(*keys, options=options, TERM="dumb").shown
     assert "drafted by the n-gram pool and accepted, or the model's own token" in shown
-    assert shown.endswith("Answers are shown as Markdown again.")
+    assert shown.endswith("Drafted tokens are no longer shown.")
     coloured = chat(*keys, options=options).screen.getvalue()
     assert "\x1b[1;32mdrafted by the n-gram pool and accepted" in coloured
     assert coloured.count("\x1b[1;32m") > 1
@@ -324,7 +324,7 @@ def test_a_loaded_conversation_changes_nothing_in_the_terminal(chat: Begin, path
     content = {"system": "e\x07f", "settings": {}}
     path.write_text(json.dumps(content | {"messages": messages}))
     shown = chat(f"/load {path}\r", "/system\r", CTRL_D).shown
-    assert "> a]0;b\n\ncd bold\n" in shown
+    assert "> a]0;b\n\ncd **bold**\n" in shown
     assert "System prompt: ef" in shown
 
 

@@ -36,7 +36,7 @@ def test_a_model_that_is_decoded_plainly_is_not_prewarmed(
     monkeypatch.setattr("lade.prewarming.run.probe", lambda model: PLAIN)
     said = "falls back to standard decoding for LlamaForCausalLM. tree: trees do not"
     assert said in run("prewarm", "--model", folder).error_line
-    monkeypatch.setattr("lade.cli.demo.probe", lambda model: PLAIN)
+    monkeypatch.setattr("lade.cli.bench.probe", lambda model: PLAIN)
     done = run("demo", "--model", folder, *SHORT, "--prompt", "one")
     assert "Verification by plain" in done.out
     assert "  not by tree: trees do not grow here" in done.out

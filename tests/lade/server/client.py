@@ -90,21 +90,14 @@ def text_of(events: Sequence[Json]) -> str:
     return "".join(each.get("text") or each.get("delta", {}).get("content", "") for each in choices)
 
 
-def connected(client: Client, source: str | None = None, receive: int | None = None) -> Any:
-    """Return a connection, from an address of this machine, with so many bytes to receive."""
+def connected(client: Client) -> socket.socket:
     url = httpx.URL(client.url)
-    place, found = (url.host, url.port or 0), None if source is None else (source, 0)
-    if receive is None:
-        return socket.create_connection(place, 60, source_address=found)
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
-    connection.connect(place)
-    return connection
+    return socket.create_connection((url.host, url.port or 0), 60)
 
 
-def sent(client: Client, body: Json, promised: int = 0, receive: int | None = None) -> Any:
+def sent(client: Client, body: Json, promised: int = 0) -> socket.socket:
     """Ask for a few tokens, without reading them; `promised` bytes more never come."""
-    connection = connected(client, receive=receive)
+    connection = connected(client)
     short = {"messages": QUESTION, "max_tokens": 4, "temperature": 0}
     data = json.dumps({**short, **body}).encode()
     connection.sendall(

@@ -1,7 +1,6 @@
-"""Clients that leave, wait, dawdle, flood or come when the server stops do not disturb others."""
+"""Clients that leave, wait, flood or come when the server stops do not disturb others."""
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -9,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-import httpx
 import pytest
 
 from lade.models import LoadedModel
@@ -131,10 +129,10 @@ def test_many_run_at_once_and_one_key_leaves_a_place_to_others(
         assert {each.result().status_code for each in (*many, other)} == {200}
 
 
-@pytest.mark.usefixtures("impatient")
 def test_bodies_of_those_who_wait_are_bounded(
-    loaded: LoadedModel, threads: ThreadPoolExecutor
+    loaded: LoadedModel, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("lade.server.routes._MAX_BODIES_OF_KEY", 3)
     options: dict[str, Any] = {"api_keys": KEYS, "max_body_bytes": 1000, "max_batch_size": 1}
     with serving(loaded, **options) as client, Paced() as pace:
         long = {**SHORT, "stop": ["x" * 250] * 3}
@@ -150,56 +148,6 @@ def test_bodies_of_those_who_wait_are_bounded(
         pace.free()
         assert {each.result().status_code for each in (first, *waiting, other)} == {200}
         assert client.post(key="one", json=long).status_code == 200
-
-
-@pytest.mark.usefixtures("impatient")
-def test_silent_and_slow_connections_are_closed(loaded: LoadedModel) -> None:
-    with serving(loaded) as client:
-        silent, slow, used = (connected(client) for _ in range(3))
-        used.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        answer = b""
-        while not answer.endswith(b"}"):
-            answer += used.recv(4096)
-        used.sendall(b"GET /health HTTP/1.1\r\n")
-        begin = time.perf_counter()
-        for _ in range(3):
-            slow.sendall(b"G")
-            time.sleep(0.1)
-        half = sent(client, {}, promised=9)
-        assert half.recv(4096).startswith(b"HTTP/1.1 408")
-        for connection in (silent, slow, used, half):
-            with suppress(ConnectionResetError):
-                while connection.recv(4096):
-                    pass
-            connection.close()
-        assert time.perf_counter() - begin < 5
-        with httpx.Client(base_url=client.base) as kept:
-            for _ in range(2):  # what is between two requests may be silent
-                assert kept.get("/health").status_code == 200
-                time.sleep(0.4)
-
-
-def test_connections_are_bounded_and_each_address_has_a_share(loaded: LoadedModel) -> None:
-    with serving(loaded, max_connections=8) as client:
-        held: list[socket.socket] = []
-
-        def is_open(number: int) -> bool:
-            """Return whether another connection from an address is not hung up at once."""
-            held.append(connected(client, f"127.0.0.{number}"))
-            with suppress(ConnectionResetError):
-                held[-1].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                if held[-1].recv(1):
-                    return True
-            held[-1].close()
-            return False
-
-        assert [is_open(2) for _ in range(3)] == [True, True, False]
-        assert [is_open(number) for number in (3, 3, 4, 4, 5, 5)] == [True] * 6
-        assert not is_open(6)
-        for connection in held:
-            connection.close()
-        wait_until(lambda: is_open(7))
-        held[-1].close()
 
 
 def test_addresses_that_a_client_writes_get_no_turns_of_their_own(

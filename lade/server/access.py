@@ -1,11 +1,15 @@
-"""API keys: the owner of a request, and the owner's rights."""
+"""Who may ask, and by which name of the server: API keys, addresses, host names, fair shares."""
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
+from ipaddress import ip_address, ip_network
+from typing import Any, NamedTuple
 
 from lade.errors import UserError
 from lade.server.errors import ApiError
+
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
 class KeyOwner(NamedTuple):
@@ -72,3 +76,73 @@ def _owner_of(line: str, number: int) -> KeyOwner:
     named = (right.removeprefix("pools=").split(",") for right in rights if "=" in right)
     corpora = frozenset(name for names in named for name in names if name)
     return KeyOwner(key, None if "*" in corpora else corpora, "admin" in rights, "alone" in rights)
+
+
+class Shares:
+    """Counts a limited resource, for all keys together and for each key."""
+
+    def __init__(self, most: int, most_of_key: int) -> None:
+        self._most, self._most_of_key = most, most_of_key
+        self._taken: Counter[str] = Counter()
+        self._num_taken = 0
+
+    def take(self, key: str, number: int = 1) -> bool:
+        """Take some of it; return whether as much was free."""
+        of_key, of_all = self._taken[key] + number, self._num_taken + number
+        if of_all > self._most or of_key > self._most_of_key:
+            return False
+        self._taken[key], self._num_taken = of_key, of_all
+        return True
+
+    def give(self, key: str, number: int = 1) -> None:
+        """Give some of it back."""
+        self._num_taken -= number
+        self._taken[key] -= number
+        if not self._taken[key]:
+            del self._taken[key]
+
+
+def origin_of(peer: Sequence[Any] | None) -> str:
+    """Return the address of a client, of IPv6 its /64 network, for limits without keys.
+
+    A single subscriber has all of a /64, and may use another address for each request.
+    """
+    if not peer:  # it has left
+        return ""
+    found = ip_address(peer[0])
+    is_old = getattr(found, "ipv4_mapped", found)
+    return str(is_old or ip_network((int(found), 64), strict=False))
+
+
+def is_local(address: str) -> bool:
+    """Return whether an address can be reached from this machine alone."""
+    if address == "localhost":
+        return True
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def names_of(address: str, more: Iterable[str] = ()) -> Container[str] | None:
+    """Return the names, in lower case, that clients may use; None for any.
+
+    The owner of another site may point its name at this machine (DNS rebinding). A browser then
+    lets that site's pages read answers of this server, by requests with that name as host.
+
+    Args:
+        address: address to listen at. One that other machines reach may have any name.
+        more: names given by the operator.
+    """
+    more = [*more]
+    if not (is_local(address) or more):
+        return None
+    return {name.lower() for name in (*more, *_LOCAL, address)}
+
+
+def is_known(header: str, names: Container[str] | None) -> bool:
+    """Return whether a `Host` header, with a port or without, has one of some names."""
+    if names is None:
+        return True
+    end = header.find("]") + 1 if header.startswith("[") else header.find(":")
+    return (header if end < 0 else header[:end]).lower() in names
