@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from lade.budget.seconds import Seconds
-from lade.compat import Model
+from lade.compat import Model, unwrapped
 from lade.config import check_integer
 from lade.drafters.model_drafter import ModelDrafter
 from lade.drafters.runner import ModelRunner, plan_for
@@ -45,7 +45,7 @@ class AssistantModel(Drafter):
             raise TypeError(f"expected a causal LM of transformers, got {type(model).__name__}")
         if length is not None:
             check_integer("length", length, 1)
-        self.model = model
+        self.model = model = unwrapped(model)
         self.name = name
         self._shares_ids: bool | None = None  # None without both tokenizers
         if tokenizer is not None and target_tokenizer is not None:

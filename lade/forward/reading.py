@@ -16,9 +16,9 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
-from lade.compat import CACHE, Model, attention_of, is_hf_hook, placeholders_of
+from lade.compat import CACHE, Model, attention_of, does_nothing, placeholders_of
 from lade.compat.attempts import Attempt
-from lade.compat.view import apart, with_attention
+from lade.compat.view import apart, with_attention, wraps_own_forward
 from lade.forward import words
 from lade.forward.comparing import (
     ACTIVATIONS,
@@ -32,6 +32,7 @@ from lade.forward.comparing import (
 from lade.forward.experts import ExpertsPlan, experts_in, read_experts, router_of
 from lade.forward.packed import PackedLinear
 from lade.forward.recurrence import GatedNorm, RecurrencePlan, read_recurrence
+from lade.machine.captures import are_random_states, put_back, random_states
 
 _POSITIONS = [0, 1, 2, 1_000_003, 1_000_004]  # of the watched forward
 _WATCHED = "lade_watched"
@@ -383,17 +384,21 @@ def read(model: Model) -> DecoderPlan:
     Raises:
         UnsupportedForwardError: no plan describes the model, or user code takes part.
     """
-    require(not any(module.training for module in model.modules()), "it is in training mode")
+    training = [each for each in model.modules() if each.training]
+    checkpoints = any(getattr(each, "gradient_checkpointing", False) for each in training)
+    require(not checkpoints, "it is in training mode, with gradient checkpointing")
     view = apart(with_attention(model, _WATCHED))
     # Hooks of the whole model and of its layers are called around jobs.
     hooked: set[nn.Module] = set()
     calls: dict[nn.Module, list[_Call]] = {}
     for module in view.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if module is not view and not all(map(is_hf_hook, hooks)):
+        if module is not view and not all(map(does_nothing, hooks)):
             hooked.add(module)
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
+        if module is view and wraps_own_forward(view):
+            del view.forward  # which is called around jobs, as hooks are
         forward = vars(module).get("forward", module.forward)
         is_usual = getattr(forward, "__func__", None) is type(module).forward
         require(is_usual, "a module has a forward of its own")
@@ -410,6 +415,7 @@ def read(model: Model) -> DecoderPlan:
     # Some models scale queries by position, from thousands of tokens on; others have embeddings of
     # some thousand positions.
     last = getattr(text, "max_position_embeddings", None) or len(_POSITIONS)
+    states = random_states(model.device)
     for numbers in (_POSITIONS, [0, 1, 2, last - 2, last - 1]):
         positions = torch.tensor([numbers])
         calls.clear()
@@ -418,6 +424,9 @@ def read(model: Model) -> DecoderPlan:
             output = view(input_ids=input_ids, position_ids=positions, use_cache=False)
             break
     require(attempt.failure is None, f"its forward fails: {attempt.failure}")
+    if training and not are_random_states(model.device, states):  # such as dropout
+        put_back(model.device, states)
+        raise UnsupportedForwardError("it is in training mode, and draws random numbers")
     attended = [each for module in view.modules() for each in vars(module).get(_WATCHED, ())]
     for module in view.modules():
         module._forward_hooks.clear()
@@ -427,9 +436,13 @@ def read(model: Model) -> DecoderPlan:
     if placeholders:
         replaced = _replaced(view, plan.embedding.calls[0].module, placeholders)
         plan = plan._replace(embedding=plan.embedding._replace(replaced=replaced))
-    require(hooked <= {*plan.modules}, "its modules have hooks")
+    # A job calls the embedding, too.
+    called = {plan.embedding.norm, *plan.modules, *(call.module for call in plan.embedding.calls)}
+    inside = [name for name, each in view.named_modules() if each in hooked - called]
+    require(not inside, f"its modules have hooks ({', '.join(inside)})")
     gives_states = all(isinstance(calls[each][0].out, Tensor) for each in plan.modules)
-    require(not hooked or gives_states, "its layers have hooks, and give more than states")
+    is_free = hooked.isdisjoint(plan.modules)
+    require(is_free or gives_states, "its layers have hooks, and give more than states")
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(plan.layers)
     originals = dict(zip(view.modules(), model.modules(), strict=True))
     of_model: DecoderPlan = _with_originals(plan._replace(kinds=tuple(kinds)), originals)

@@ -3,10 +3,13 @@
 import torch
 
 from lade.errors import EagerExecutionWarning, PlainDecodingWarning, VerificationWarning
+from lade.forward.job import FusedForwards
+from lade.forward.linear import FORMATS
 from lade.gpu.fixed import FixedTarget
 from lade.hf.circumstances import Circumstances
 from lade.hf.planning import Planned
 from lade.probing.factory import VerificationPlan
+from lade.probing.profile import Profiles
 from lade.probing.proof import VerificationError
 
 
@@ -44,6 +47,20 @@ def say_why_eager(seen: Circumstances, plan: Planned) -> None:
         name = type(seen.call.model).__name__
         text = f"lade executes steps of {name} eagerly, not {what}: {reason}"
         seen.warn_once(text, EagerExecutionWarning)
+
+
+def say_why_by_torch(seen: Circumstances) -> None:
+    """Warn once if forwards were compiled in an earlier state of the model, and are no longer."""
+    model, present = seen.call.model, seen.profile
+    were = [each.found.get("fast_views") for each in Profiles.of(model) if each is not present]
+    is_lost = any(isinstance(each, FusedForwards) for each in were)
+    if not is_lost or model.dtype not in FORMATS or (reason := present.why_by_torch(model)) is None:
+        return
+    text = (
+        f"lade's compiled forward no longer runs {type(model).__name__}, and torch takes about "
+        f"twice as long: {reason}. Undo that, and the next call is compiled again"
+    )
+    seen.warn_once(text, RuntimeWarning)
 
 
 def give_up(
