@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from lade.compat import Model, device_of_inputs, dtype_of, without_compiler
+from lade.compat import Model, device_of_inputs, dtype_of, unwrapped
 from lade.compat.attempts import Attempt
 from lade.config import Config
 from lade.drafting.drafter import Drafter
@@ -130,7 +130,7 @@ class Batcher:
             max_batch_tokens = _tokens_that_fit(model)
         else:
             positive("max_batch_tokens", max_batch_tokens)
-        device = device_of_inputs(without_compiler(model))
+        device = device_of_inputs(unwrapped(model))
         self._forwards = JointForwards()
         self.engine = Engine(self._forwards, device, max_batch_size, max_batch_tokens, stall_sec)
         self._is_closed = False
@@ -167,7 +167,7 @@ class Batcher:
         if input_ids is not None:
             check_ids(input_ids)
             call["input_ids"] = input_ids
-        mode = _mode_of_thread(device_of_inputs(without_compiler(self._model)).type)
+        mode = _mode_of_thread(device_of_inputs(unwrapped(self._model)).type)
         if self._is_closed:
             raise RuntimeError("expected an open batcher, got a closed one")
         self.engine.submit(
@@ -266,7 +266,7 @@ def _tokens_that_fit(model: Model) -> int | None:
     if num_numbers == 0:
         return None
     num_bytes = num_numbers * dtype_of(model).itemsize
-    free = _free_bytes(device_of_inputs(without_compiler(model)))
+    free = _free_bytes(device_of_inputs(unwrapped(model)))
     return None if free is None else max(1, int(_SHARE_OF_MEMORY * free / num_bytes))
 
 

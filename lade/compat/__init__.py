@@ -4,7 +4,9 @@ lade calls them only where no public function suffices. They are tested on the o
 supported version.
 """
 
-from functools import cache, partial
+from dis import get_instructions
+from functools import cache, lru_cache, partial
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from lade.compat.attempts import Attempt
 
 # Whether it is 5.23 or newer; versions between 5.15 and 5.23 count as 5.15, untested.
 _IS_RECENT = version.parse(transformers.__version__) >= version.parse("5.23")
@@ -166,17 +170,41 @@ def has_adapters_by_row(model: Model) -> bool:
 
 
 def has_hook(module: nn.Module) -> bool:
-    """Return whether a module has hooks, torch's or accelerate's, that transformers did not add."""
+    """Return whether a module has hooks, torch's or accelerate's, that may do something."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return not all(map(is_hf_hook, hooks)) or hasattr(module, "_hf_hook")
+    return not all(map(does_nothing, hooks)) or hasattr(module, "_hf_hook")
 
 
-def is_hf_hook(hook: Any) -> bool:
-    """Return whether a hook is one that transformers leaves in a model to collect outputs.
+def does_nothing(hook: Any) -> bool:
+    """Return whether a hook does nothing when text is generated.
 
-    Such a hook does nothing unless outputs are requested.
+    Those of transformers that collect outputs do nothing unless outputs are requested; those that
+    trainers leave in a model only ask for gradients.
     """
-    return getattr(hook, "__module__", "").startswith("transformers.utils.")
+    code = getattr(hook, "__code__", None)
+    is_collecting = getattr(hook, "__module__", "").startswith("transformers.utils.")
+    return is_collecting or (code is not None and _asks_for_gradients(code))
+
+
+# Instructions by which a function can only call methods of its arguments.
+_CALLING = ("RESUME", "LOAD_", "PUSH_NULL", "PRECALL", "CALL", "KW_NAMES", "POP_TOP", "RETURN_")
+
+
+@lru_cache(64)
+def _asks_for_gradients(code: CodeType) -> bool:
+    """Return whether a hook's code calls `requires_grad_` of its arguments, and does nothing else.
+
+    Whose hook it is does not matter: its code is read, and tried out on a tensor.
+    """
+    names = [each.opname for each in get_instructions(code)]
+    is_simple = all(each.startswith(_CALLING) for each in names)
+    if not is_simple or code.co_names != ("requires_grad_",) or code.co_freevars:
+        return False
+    with torch.no_grad(), Attempt():
+        states = torch.ones(1, 1, 8, dtype=torch.float32, device="cpu")
+        result = FunctionType(code, {})(nn.Identity(), (states,), states)
+        return result is None or result is states
+    return False
 
 
 def may_be_users(cache: Any) -> bool:
@@ -206,6 +234,16 @@ def drops_tokens(model: Model) -> bool:
 def without_compiler(model: Model) -> Model:
     """Return the model inside a `torch.compile` wrapper, which is the one that `generate` runs."""
     return getattr(model, "_orig_mod", model)
+
+
+def unwrapped(model: Model) -> Model:
+    """Return the model that `generate` runs inside wrappers such as PEFT's, accelerate's or TRL's.
+
+    A wrapper is no model of transformers that generates, and holds one.
+    """
+    if not isinstance(model, nn.Module) or isinstance(model, GenerationMixin):
+        return model
+    return next((each for each in model.modules() if isinstance(each, GenerationMixin)), model)
 
 
 def compiled_part_of(model: Model) -> str | None:

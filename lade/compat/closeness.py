@@ -30,6 +30,9 @@ def limit_of(model: Model) -> float:
     kind = device_of_inputs(model).type
     if torch.is_autocast_enabled(kind):
         dtypes.add(torch.get_autocast_dtype(kind))
+    known = vars(model).get("_lade_profiles")  # of `lade.probing`, which has watched a forward
+    if known is not None and known.autocast is not None:
+        dtypes.add(known.autocast)
     eps = max(torch.finfo(each).eps for each in dtypes)
     if eps == torch.finfo(torch.float32).eps and float32_precision(kind) != "highest":
         eps = 2**-11  # TF32

@@ -11,8 +11,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
-from operator import is_not
-from types import MethodType
+from operator import is_, is_not
+from types import CellType, FunctionType, MethodType
 from typing import Any, Protocol
 from weakref import ref
 
@@ -70,10 +70,21 @@ def viewed(model: Model, change: Change) -> Model:
 
 
 def with_forward(model: Model, forward: Callable[..., Any]) -> Model:
-    """Return a view with all modules of the model and another forward, a method of the view."""
-    twin = _twin_of(model, {})
-    vars(twin)["forward"] = vars(twin)[BEFORE]["forward"] = MethodType(forward, twin)
+    """Return a view with all modules of the model and another forward, a method of the view.
+
+    A forward that wraps that of the model's class goes on wrapping it.
+    """
+    twin, own = _twin_of(model, {}), type(model).forward
+    outer = vars(twin).get("forward")
+    made = MethodType(forward, twin) if outer is None else referring(outer, {id(own): forward})
+    vars(twin)["forward"] = vars(twin)[BEFORE]["forward"] = made
     return twin
+
+
+def wraps_own_forward(module: nn.Module) -> bool:
+    """Return whether a forward that stands on a module wraps, or is, that of its class."""
+    outer = vars(module).get("forward")
+    return outer is not None and referring(outer, {id(type(module).forward): object}) is not outer
 
 
 def with_attention(model: Model, attention: str) -> Model:
@@ -279,15 +290,89 @@ def _twin_of(module: nn.Module, changed: dict[str, Any]) -> nn.Module:
         if name not in changed and attributes[name] and isinstance(attributes[name], dict):
             attributes[name] = _HooksOf(module, name)
     for name, value in attributes.items():
-        if type(value) is MethodType and value.__self__ is module:
-            attributes[name] = MethodType(value.__func__, twin)
-        elif type(value) is partial and any(part is module for part in value.args):
-            # accelerate puts such a partial in place of the forward.
-            args = [twin if part is module else part for part in value.args]
-            attributes[name] = partial(value.func, *args, **value.keywords)
+        if callable(value) and name != "generate":  # which no forward calls
+            attributes[name] = referring(value, {id(module): twin})
     attributes[BEFORE] = dict(attributes)
     object.__setattr__(twin, "__dict__", attributes)
     return twin
+
+
+def referring(code: Any, instead: Mapping[int, Any]) -> Any:
+    """Return code that refers to other objects than a function, or what it wraps, refers to.
+
+    A forward that stands in place of another mostly keeps that one: in a cell of its closure, as
+    TRL's does, in a partial or an object, as accelerate's. Returns the code itself if it refers to
+    none of the objects.
+
+    Args:
+        code: a function, a method, a partial, or an object that is called.
+        instead: by the id of an object, the one to refer to.
+    """
+    known = dict(instead)
+
+    def other(part: Any) -> Any:
+        if id(part) not in known:
+            known[id(part)] = part  # if it refers to itself
+            known[id(part)] = _referring(part, other)
+        return known[id(part)]
+
+    return other(code)
+
+
+def _referring(code: Any, other: Callable[[Any], Any]) -> Any:
+    """Return code whose parts are others; the code itself if all are the same."""
+    if not callable(code) or isinstance(code, nn.Module | type):
+        return code
+    if type(code) is MethodType:
+        function, owner = other(code.__func__), other(code.__self__)
+        is_same = function is code.__func__ and owner is code.__self__
+        return code if is_same else MethodType(function, owner)
+    if type(code) is partial:
+        parts = [code.func, *code.args]
+        others = [*map(other, parts)]
+        is_same = all(map(is_, parts, others))
+        return code if is_same else partial(others[0], *others[1:], **code.keywords)
+    if type(code) is FunctionType:
+        cells = [*map(partial(_other_cell, other), code.__closure__ or ())]
+        if all(map(is_, code.__closure__ or (), cells)):
+            return code
+        given = code.__globals__, code.__name__, code.__defaults__, tuple(cells)
+        made = FunctionType(code.__code__, *given)
+        vars(made).update(vars(code))
+        made.__kwdefaults__, made.__module__ = code.__kwdefaults__, code.__module__
+        return made
+    held = getattr(code, "__dict__", {})
+    changed = {name: other(part) for name, part in held.items()}
+    changed = {name: part for name, part in changed.items() if part is not held[name]}
+    return _sharing(code, changed) if changed else code
+
+
+def _other_cell(other: Callable[[Any], Any], cell: Any) -> Any:
+    """Return a cell with another content; the cell itself, which functions share, if it is same."""
+    if cell == CellType():
+        return cell
+    made = other(cell.cell_contents)
+    return cell if made is cell.cell_contents else CellType(made)
+
+
+def _sharing(code: Any, changed: Mapping[str, Any]) -> Any:
+    """Return an object that shares all attributes of another but some."""
+    kind: Any = type(code)
+
+    def read(self: Any, name: str) -> Any:
+        if name in changed:
+            return changed[name]
+        if name == "__dict__":
+            return {**vars(code), **changed}
+        value = kind.__getattribute__(code, name)
+        is_own = type(value) is MethodType and value.__self__ is code
+        return MethodType(value.__func__, self) if is_own else value
+
+    def write(self: Any, name: str, value: Any) -> None:
+        setattr(code, name, value)
+
+    members = {"__getattribute__": read, "__setattr__": write, "__module__": kind.__module__}
+    return object.__new__(type(kind.__name__, (kind,), members))
 
 
 def _with_configs(

@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import candidate_generator as hf
 
 from lade.budget.seconds import Seconds
-from lade.compat import Model
+from lade.compat import Model, unwrapped
 from lade.config import check_integer
 from lade.drafters.candidates import Candidates, DraftedText, config_for
 from lade.drafters.runner import Assistant, plan_for
@@ -146,7 +146,7 @@ class AssistantModel(ModelDrafter):
         if not callable(getattr(model, "generate", None)):
             raise TypeError(f"expected a causal LM of transformers, got {type(model).__name__}")
         super().__init__(name, length, options)
-        self.model = model
+        self.model = unwrapped(model)
         self._compares = tokenizer is not None and target_tokenizer is not None
         self._tokenizers: tuple[Any, Any] | None = None  # if ids of the target mean other tokens
         if self._compares and tokenizer is not target_tokenizer:

@@ -343,7 +343,7 @@ class FusedForwards:
         if pieces is None:
             return None
         if request.by_layers is not None:
-            logits = request.by_layers(partial(self._run_layer, pieces, request.hooked))
+            logits = request.by_layers(partial(self._run_layer, request, pieces))
         else:
             wide, shape = _wide(states), (1, len(request.kept), sizes.vocab_size)
             logits = states.new_empty(shape, dtype=self._dtype)
@@ -363,10 +363,10 @@ class FusedForwards:
         return logits
 
     def _run_layer(
-        self, pieces: list[_Piece], hooked: Sequence[bool], number: int, states: Tensor
+        self, request: _JobRequest, pieces: list[_Piece], number: int, states: Tensor
     ) -> Tensor:
         """Run a layer and all up to the next with hooks, or the head; return the states."""
-        last, hidden = self._sizes.num_layers, self._sizes.hidden
+        last, hidden, hooked = self._sizes.num_layers, self._sizes.hidden, request.hooked
         if states.dtype is not self._dtype or states.shape[0] != 1 or states.shape[2] != hidden:
             raise ValueError(f"states of a layer have become {states.dtype} {[*states.shape]}")
         if number == last:
@@ -379,8 +379,7 @@ class FusedForwards:
             end += 1
         if len(wide) != sum(piece.num for piece in pieces):
             raise ValueError(f"a layer has states of {len(wide)} tokens")
-        # Hooks may have replaced weights; the new ones are held while they are read.
-        held = _Held()
+        held = (request.held or _Held()).part(number, end)
         table = self._weights.table(held, (number, end))
         for piece in pieces:
             self._run_piece(piece, wide, table, (number, end))
@@ -662,6 +661,11 @@ class _Held:
         self.addresses: list[int] = []
         self.table: Any = None  # int64, the job's table of these weights
         self._memory: list[Tensor] = []
+        self._parts: dict[tuple[int, int], _Held] = {}
+
+    def part(self, first: int, end: int) -> "_Held":
+        """Return what holds the weights of some layers, which hooks may have replaced."""
+        return self._parts.setdefault((first, end), _Held())
 
     def hold(self, weights: Sequence[Tensor]) -> None:
         """Hold the memory of weights."""

@@ -361,10 +361,13 @@ def read(model: Model) -> DecoderPlan:
     if placeholders:
         replaced = _replaced(view, plan.embedding.calls[0].module, placeholders)
         plan = plan._replace(embedding=plan.embedding._replace(replaced=replaced))
-    hooked = watched.hooked
-    require(hooked <= {*plan.modules}, "its modules have hooks")
+    # A job calls the embedding, too.
+    called = {plan.embedding.norm, *plan.modules, *(call.module for call in plan.embedding.calls)}
+    inside = [name for name, each in view.named_modules() if each in watched.hooked - called]
+    require(not inside, f"its modules have hooks ({', '.join(inside)})")
     gives_states = all(isinstance(watched.calls[each][0].out, Tensor) for each in plan.modules)
-    require(not hooked or gives_states, "its layers have hooks, and give more than states")
+    is_free = watched.hooked.isdisjoint(plan.modules)
+    require(is_free or gives_states, "its layers have hooks, and give more than states")
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(plan.layers)
     _require_spans(model, kinds, plan.spans)
     originals = dict(zip(view.modules(), model.modules(), strict=True))

@@ -21,11 +21,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
 from lade.attention.masks import FULL, AttentionSpan
-from lade.compat import Model, is_hf_hook, placeholders_of
+from lade.compat import Model, does_nothing, placeholders_of
 from lade.compat.attempts import Attempt
-from lade.compat.view import apart, with_attention
+from lade.compat.view import apart, with_attention, wraps_own_forward
 from lade.forward.comparing import UnsupportedForwardError, require
 from lade.forward.packed import PackedEmbedding, PackedLinear, PackedStack
+from lade.machine.generators import are_random_states, put_back, random_states
 
 _POSITIONS = [0, 1, 2, 1_000_003, 1_000_004]  # of the watched forward
 _WATCHED = "lade_watched"
@@ -111,7 +112,9 @@ def watch(model: Model) -> Watched:
     Raises:
         UnsupportedForwardError: the forward fails, or modules do not run their own code.
     """
-    require(not any(module.training for module in model.modules()), "it is in training mode")
+    training = [each for each in model.modules() if each.training]
+    checkpoints = any(getattr(each, "gradient_checkpointing", False) for each in training)
+    require(not checkpoints, "it is in training mode, with gradient checkpointing")
     view = apart(with_attention(model, _WATCHED))
     # Hooks of the whole model and of its layers are called around jobs.
     hooked: set[nn.Module] = set()
@@ -124,10 +127,12 @@ def watch(model: Model) -> Watched:
 
     for module in view.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if module is not view and not all(map(is_hf_hook, hooks)):
+        if module is not view and not all(map(does_nothing, hooks)):
             hooked.add(module)
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
+        if module is view and wraps_own_forward(view):
+            del view.forward  # which is called around jobs, as hooks are
         forward = vars(module).get("forward", module.forward)
         is_usual = getattr(forward, "__func__", None) is type(module).forward
         require(is_usual, "a module has a forward of its own")
@@ -142,6 +147,7 @@ def watch(model: Model) -> Watched:
     # Some models scale queries by position, from thousands of tokens on; others have embeddings of
     # some thousand positions.
     last = getattr(text, "max_position_embeddings", None) or len(_POSITIONS)
+    states = random_states(model.device)
     for numbers in (_POSITIONS, [0, 1, 2, last - 2, last - 1]):
         positions = torch.tensor([numbers], dtype=torch.int64, device="cpu")
         calls.clear()
@@ -152,6 +158,9 @@ def watch(model: Model) -> Watched:
             output = view(**inputs, position_ids=positions)
             break
     require(attempt.failure is None, f"its forward fails: {attempt.failure}")
+    if training and not are_random_states(model.device, states):  # such as dropout
+        put_back(model.device, states)
+        raise UnsupportedForwardError("it is in training mode, and draws random numbers")
     attended = [each for module in view.modules() for each in vars(module).get(_WATCHED, ())]
     for module in view.modules():
         module._forward_hooks.clear()

@@ -28,6 +28,7 @@ from lade.compat import (
     device_of_inputs,
     has_custom_generate,
     takes_ids_by_name,
+    unwrapped,
     without_compiler,
 )
 from lade.config import Config
@@ -307,7 +308,7 @@ def _generate(
     args, generate_kwargs = _by_name(original, args, generate_kwargs)
     standard = partial(original, *args, **generate_kwargs)
     refuse_unsupported_arguments(model, generate_kwargs)
-    Profiles.of(model)  # made here, for a twin of the model to share
+    Profiles.of(unwrapped(model))  # made here, for a twin of the model to share
     drafter = take_assistant(model, arguments.drafter, generate_kwargs)
     arguments = arguments._replace(drafter=drafter)
     twin = take_stop_strings(model, generate_kwargs)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import GenerationConfig
 
-from lade.compat import Model, without_compiler
+from lade.compat import Model, unwrapped
 from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
 from lade.drafters.assistant import LENGTH_OPTIONS
 from lade.drafting.drafter import Drafter
@@ -65,7 +65,7 @@ def take_assistant(
         raise ValueError("expected drafter or assistant_model, got both")
     if _first("assistant_early_exit", (*of_call, model.generation_config)) is not None:
         raise ValueError("expected assistant_model or assistant_early_exit, got both")
-    assistant = without_compiler(assistant)
+    assistant = unwrapped(assistant)
     if not (isinstance(assistant, nn.Module) and hasattr(assistant, "generation_config")):
         raise TypeError(
             f"expected assistant_model to be a transformers causal LM, got {assistant!r:.100}"

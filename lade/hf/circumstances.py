@@ -1,6 +1,7 @@
 """`Circumstances`: what decides how a call is decoded, besides its options."""
 
 import warnings
+from contextlib import suppress
 from functools import cached_property
 
 import torch
@@ -9,6 +10,7 @@ from transformers import StaticCache
 from lade.compat import has_adapters_by_row, has_custom_generate, may_be_users, start_compiler
 from lade.config import Execution
 from lade.engine.engine import EngineCall, current_call, is_in_event_loop
+from lade.errors import UnsupportedModelError
 from lade.hf.call import Call
 from lade.hf.stopping import StopRule
 from lade.probing.plan import why_not_run
@@ -104,8 +106,9 @@ class Circumstances:
         pad_token = call.options._pad_token_tensor
         reasons = (
             (
-                self.user_code is not None,
-                f"your own code runs in its forward passes ({self.user_code})",
+                self.user_code is not None and self._forgets,
+                f"your own code ({self.user_code}) sees them, and its windows leave nothing to "
+                "prove drafts by",
             ),
             (not Processors(call.processors, 1).takes_rows, "a logits processor sees all rows"),
             (not self._stop.takes_rows, "a stop criterion sees all rows"),
@@ -117,6 +120,14 @@ class Circumstances:
         )
         found = next((reason for is_so, reason in reasons if is_so), None)
         return found and f"batches: {found}"
+
+    @property
+    def _forgets(self) -> bool:
+        """Whether layers of the model keep a part of the text alone."""
+        with suppress(UnsupportedModelError):  # then there are no trees
+            kinds = self.profile.layout_of(self.call.model).kinds
+            return any(each.kind != "full" for each in kinds)
+        return False
 
     @property
     def has_time(self) -> bool:

@@ -2,7 +2,10 @@
 
 import torch
 
+from lade.compat import dtype_of
 from lade.errors import PlainDecodingWarning, VerificationWarning
+from lade.forward.job import FusedForwards
+from lade.forward.linear import FORMATS
 from lade.hf.circumstances import Circumstances
 from lade.hf.planning import Planned
 from lade.probing.factory import VerificationPlan
@@ -37,6 +40,24 @@ def say_why_eager(seen: Circumstances, plan: Planned) -> None:
         name = type(seen.call.model).__name__
         text = f"lade runs steps of {name} eagerly, not compiled on a static cache: {reason}"
         seen.warn_once(text, RuntimeWarning)
+
+
+def say_why_by_torch(seen: Circumstances) -> None:
+    """Warn once if forwards were compiled in an earlier state of the model, and are no longer."""
+    model, present = seen.call.model, seen.profile
+    were = [each.found.get("fast_views") for each in Profiles.of(model) if each is not present]
+    is_lost = any(isinstance(each, FusedForwards) for each in were)
+    if (
+        not is_lost
+        or dtype_of(model) not in FORMATS
+        or (reason := present.why_by_torch(model)) is None
+    ):
+        return
+    text = (
+        f"lade's compiled forward no longer runs {type(model).__name__}, and torch takes about "
+        f"twice as long: {reason}. Undo that, and the next call is compiled again"
+    )
+    seen.warn_once(text, RuntimeWarning)
 
 
 def give_up(

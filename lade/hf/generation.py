@@ -12,7 +12,7 @@ from lade.compat.attempts import Attempt
 from lade.decoder import Decoder
 from lade.hf.call import Call
 from lade.hf.circumstances import Circumstances
-from lade.hf.fallbacks import give_up, say_why_eager, say_why_plain
+from lade.hf.fallbacks import give_up, say_why_by_torch, say_why_eager, say_why_plain
 from lade.hf.plain import finish_standard
 from lade.hf.planning import Planned, plan_of, proved
 from lade.hf.pools import credit, opened
@@ -121,6 +121,8 @@ class Generation:
         target.release()
         self._seen.profile.is_warm = True
         say_why_eager(self._seen, plan)
+        if plan.verification.verification == "tree" and self._call.config.uses_kernels:
+            say_why_by_torch(self._seen)
         return self._result(stats)
 
     def _result(self, stats: DecodeStats) -> Any:

@@ -17,6 +17,7 @@ from lade.probing.plan import choose_verification, why_not_run
 from lade.probing.proof import DISTANCE, Distances, ProvedTarget
 from lade.probing.rules import Requirements, requirements_of, why_not_static
 from lade.probing.settling import ready
+from lade.probing.user_code import AROUND
 from lade.targets.base import Target
 from lade.targets.inputs import is_text_alone, sees_its_ends
 from lade.targets.rows import RowsTarget
@@ -107,13 +108,16 @@ def proved(seen: Circumstances, plan: Planned) -> ProvedTarget:
     """Return a plan's target, proved where that is due."""
     call = seen.call
     assert plan.target is not None
+    # In a batch, code around forwards sees rows where `generate` has a batch.
+    is_around = seen.user_code == AROUND and call.num_rows == 1
     return ProvedTarget(
         call.model,
         plan.target,
         _distances(seen, plan.verification),
         may_repeat_prompts=is_text_alone(call.model_kwargs)
         and sees_its_ends(call.model_kwargs.get("attention_mask")),
-        user_code=seen.user_code,
+        is_plain=seen.user_code is not None and not is_around,
+        is_around=is_around,
     )
 
 

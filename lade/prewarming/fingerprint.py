@@ -6,7 +6,7 @@ import json
 import torch
 from torch import Tensor
 
-from lade.compat import Model, without_compiler
+from lade.compat import Model, unwrapped
 
 # Config fields with the same name in all versions of transformers; the shapes cover much else.
 _FACTS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "sliding_window")
@@ -22,7 +22,7 @@ def fingerprint_of(model: Model) -> str | None:
     range or precision. A quantized model counts as another one. Weights that are not in memory, and
     tensor classes that cannot be read in part, are left out. Returns None if no weight is left.
     """
-    model = without_compiler(model)
+    model = unwrapped(model)
     config = model.config.get_text_config(decoder=True)
     facts = {name: getattr(config, name, None) for name in _FACTS}
     tensors = _readable_tensors(model)

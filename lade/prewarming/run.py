@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig
 
-from lade.compat import Model, device_of_inputs, without_compiler
+from lade.compat import Model, device_of_inputs, unwrapped
 from lade.compat.view import apart
 from lade.drafting.successors import Successors, rank, with_others
 from lade.errors import UnsupportedModelError
@@ -141,7 +141,7 @@ class TableWriter:
     def __init__(
         self, model: Model, folder: Path | None = None, most_rows: int = _MOST_ROWS
     ) -> None:
-        self.model = model = without_compiler(model)
+        self.model = model = unwrapped(model)
         refuse_encoder_decoder(model)
         refuse_sharded(model)
         self.path = path_of_table(model, folder)

@@ -4,7 +4,7 @@ import os
 import warnings
 from pathlib import Path
 
-from lade.compat import Model, mesh_of, without_compiler
+from lade.compat import Model, mesh_of, unwrapped
 from lade.errors import UnsupportedModelError, UserError
 from lade.prewarming.fingerprint import fingerprint_of
 from lade.probing.profile import Profile
@@ -42,7 +42,7 @@ def table_for(model: Model) -> NGramPool | None:
     except UnsupportedModelError:  # the model has no fingerprint
         return None
     except Exception as error:  # of the model, or of a damaged file
-        name, kind = type(without_compiler(model)).__name__, type(error).__name__
+        name, kind = type(unwrapped(model)).__name__, type(error).__name__
         reason = str(error) if isinstance(error, ValueError | OSError) else f"{kind}: {error}"
         warnings.warn(f"lade does not use its table for {name}: {reason}", stacklevel=2)
         return None
@@ -54,7 +54,7 @@ def path_of_table(model: Model, folder: Path | None = None) -> Path:
     Raises:
         UnsupportedModelError: the model is tensor-parallel, or has no weights in memory.
     """
-    name = type(without_compiler(model)).__name__
+    name = type(unwrapped(model)).__name__
     if mesh_of(model) is not None:
         raise UnsupportedModelError(
             f"{name} is tensor-parallel; no process has all weights, which identify a table"

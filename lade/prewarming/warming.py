@@ -3,7 +3,7 @@
 import torch
 
 from lade.budget.seconds import compile_kernels as compile_budgets
-from lade.compat import Model, without_compiler
+from lade.compat import Model, unwrapped
 from lade.config import Config
 from lade.drafting.successors import compile_kernels as compile_ranks
 from lade.forward.linear import compile_kernels as compile_forwards
@@ -34,7 +34,7 @@ def warm_up(model: Model | None = None, *, num_rows: int = 1, config: Config | N
             method that `config` asks for.
         UnsupportedOptionError: the model or its device cannot do what `config` asks for.
     """
-    model, config = without_compiler(model), config or Config()
+    model, config = unwrapped(model), config or Config()
     if model is not None:
         refuse_encoder_decoder(model)
     NGramPool(1)  # which compiles the pool's kernels

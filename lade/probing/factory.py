@@ -11,7 +11,7 @@ from lade.probing.profile import Profile, profile_of
 from lade.probing.user_code import has_user_inputs
 from lade.targets.base import Target
 from lade.targets.paths import ChainTarget
-from lade.targets.rows import RowsTarget, split
+from lade.targets.rows import Prompts, RowsTarget, split
 from lade.targets.static import StaticTarget
 from lade.targets.trees import TreeTarget
 
@@ -48,7 +48,10 @@ def make_target(
             )
             for row in rows
         ]
-        return RowsTarget(rows, [each for each in targets if isinstance(each, TreeTarget)])
+        of_trees = [each for each in targets if isinstance(each, TreeTarget)]
+        pad_token = getattr(generation_config, "_pad_token_tensor", None)
+        whole = Prompts(model, input_ids, model_kwargs, generation_config, int(pad_token or 0))
+        return RowsTarget(rows, of_trees, whole)
     if chosen.verification == "tree":
         known = profile or profile_of(model)
         settings = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lade.attention.packed import PACKED_SDPA
-from lade.compat import Model, attention_of, device_of_inputs, without_compiler
+from lade.compat import Model, attention_of, device_of_inputs, unwrapped
 from lade.config import SPECULATING, Config, Execution, Verification
 from lade.errors import UnsupportedModelError
 from lade.forward.job import FusedForwards
@@ -22,7 +22,12 @@ from lade.probing.profile import (
 )
 from lade.probing.rules import WITHOUT_CACHE, refuse_encoder_decoder
 from lade.probing.selfcheck import check
-from lade.probing.user_code import has_user_inputs, has_user_masks, user_loop_of
+from lade.probing.user_code import (
+    has_user_experts,
+    has_user_inputs,
+    has_user_masks,
+    user_loop_of,
+)
 from lade.targets.layout import takes_parts
 
 NO_ROWS = "rows of a batch are verified as trees"
@@ -102,6 +107,9 @@ def why_never(model: Model, profile: Profile) -> dict[Verification, str]:
     reason = why_not_run(profile) or user_loop_of(model)
     if reason is not None:
         return dict.fromkeys(SPECULATING, reason)
+    if has_user_experts(model):
+        # They see all tokens of a forward, and may drop some of many: a proof of few is no proof.
+        return dict.fromkeys(SPECULATING, "its experts are computed by your own code")
     if has_user_inputs(model):
         return {"tree": "its prepare_inputs_for_generation is your own code"}
     # Trees bring lade's masks, but forwards of `generate` have the user's.
@@ -207,7 +215,7 @@ def probe(model: Model, *, num_rows: int = 1, anew: bool = False) -> Probe:
     Raises:
         UnsupportedModelError: the model is an encoder-decoder.
     """
-    model = without_compiler(model)
+    model = unwrapped(model)
     refuse_encoder_decoder(model)
     if anew:
         Profiles.of(model).forget()

@@ -6,8 +6,10 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+import torch
+
 from lade.budget.seconds import Seconds
-from lade.compat import Model, compiled_part_of, without_compiler
+from lade.compat import Model, compiled_part_of, unwrapped
 from lade.compat.attempts import Attempt
 from lade.compat.view import FastViews
 from lade.config import Execution, Verification
@@ -95,6 +97,8 @@ class Profile:
             if state.settings is None:
                 with Attempt():
                     state.watch(model)
+            if state.autocast is not None:
+                return None  # jobs and products leave it to torch
             whole = None if is_users else forwards_for(model, state.settings_hold)
             return whole or products_for(model)
 
@@ -106,6 +110,8 @@ class Profile:
         def find() -> str | None:
             if isinstance(self.fast_views_for(model), FusedForwards):
                 return None  # known without reading the model again
+            if self.state.autocast is not None:
+                return f"its forward runs under autocast ({self.state.autocast})"
             return self._user_code_in_jobs(model) or why_by_torch(model)
 
         return self.once("why_by_torch", find)
@@ -144,6 +150,11 @@ class Profiles:
         if known is None:
             known = model.__dict__.setdefault("_lade_profiles", cls())
         return known
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of an autocast inside the model's forward, in its present state."""
+        return self._profiles[0].state.autocast if self._profiles else None
 
     def __iter__(self) -> Iterator[Profile]:
         """Iterate over the profiles, latest first."""
@@ -202,7 +213,8 @@ def release(model: Model) -> None:
     the next call runs its whole prompt. With `Config(execution="static")`, these are compiled steps
     and their static caches; the next call compiles them again.
     """
-    profiles: Profiles | None = vars(without_compiler(model)).get("_lade_profiles")
+    model = unwrapped(model)
+    profiles: Profiles | None = vars(model).get("_lade_profiles")
     if profiles is not None:
         profiles.prefixes.clear()
         for profile in profiles:

@@ -28,7 +28,6 @@ from lade.compat.closeness import EXACT, distance, limit_of
 from lade.drafting.drafts import chain, draft_of
 from lade.drafting.speculator import Plan
 from lade.errors import in_one_line
-from lade.probing.user_code import AROUND
 from lade.targets.base import Target
 from lade.tree import Tree, starts
 
@@ -97,8 +96,10 @@ class ProvedTarget:
             same step.
         may_repeat_prompts: whether the last tokens of prompts can run again: prompts are tokens
             alone, and later tokens see them.
-        user_code: name of the user code that takes part, or None. If it is all called around
-            forwards, lade's forwards of single tokens are as good as the model's.
+        is_plain: whether user code takes part: prompts, and steps without drafts before the first
+            proof, run exactly as in `generate`.
+        is_around: whether it is all called around forwards, so that lade's forwards of single
+            tokens are as good as the model's.
 
     Attributes:
         num_forwards: forwards that ran only for proofs.
@@ -111,12 +112,12 @@ class ProvedTarget:
         target: Target,
         distances: Distances | None,
         may_repeat_prompts: bool,
-        user_code: str | None,
+        is_plain: bool,
+        is_around: bool,
     ) -> None:
         self._target, self._distances = target, distances
-        self._may_repeat_prompts, self._is_around = may_repeat_prompts, user_code == AROUND
-        # Prompts, and steps without drafts before the first proof, run exactly as in `generate`.
-        self._is_plain = user_code not in (None, AROUND)
+        self._may_repeat_prompts = may_repeat_prompts
+        self._is_plain, self._is_around = is_plain, is_around
         self._limit = limit_of(model)
         self._num_wrong = 0
         self._num_left, self._num_proofs = DISTANCE, 0

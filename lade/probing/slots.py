@@ -109,7 +109,8 @@ class Replaced:
         caches = (cache_utils, *_classes_in(cache_utils))
         others = (sdpa_attention, activations, modeling_rope_utils, *_classes_in(activations))
         self._others = Slots((torch.Tensor, *caches, masking_utils, *others))
-        self._layers, self._is_users = {**_layer_types()}, is_users
+        self._tables = [(file, table, {**table}) for file, table in _tables()]
+        self._is_users = is_users
         self._usual = {
             (id(slot.holder), slot.name): _MISSING if is_users(slot.function) else slot.function
             for slot in self._all()
@@ -129,13 +130,15 @@ class Replaced:
                 for slot in self._all()
                 if self._usual.get((id(slot.holder), slot.name)) is not slot.function
             )
-        # Models of transformers may add their own cache layers.
-        for kind, layer in _layer_types().items():
-            if self._layers.get(kind, layer) is not layer or self._is_users(layer):
-                slots += (Slot(cache_utils, kind, layer),)
+        # Models of transformers may add their own entries.
+        for file, table, usual in self._tables:
+            for kind, made in table.items():
+                if usual.get(kind, made) is not made or self._is_users(made):
+                    slots += (Slot(file, kind, made),)
         return slots
 
 
-def _layer_types() -> Any:
-    """Return transformers' table of cache layers by type of layer, which models may add to."""
-    return getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", {})
+def _tables() -> Iterator[tuple[ModuleType, Any]]:
+    """Yield transformers' tables of cache layers and masks by type of layer, with their files."""
+    yield cache_utils, getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", {})
+    yield masking_utils, getattr(masking_utils, "LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING", {})

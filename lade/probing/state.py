@@ -7,18 +7,23 @@ model is read and checked again.
 """
 
 import copy
-from collections.abc import Collection, Iterable, Iterator
+import sys
+from argparse import Namespace
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import ref
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AttentionMaskInterface, GenerationConfig, GenerationMixin, PreTrainedConfig
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lade.compat import (
@@ -26,12 +31,12 @@ from lade.compat import (
     attention_of,
     compiled_part_of,
     device_of_inputs,
+    does_nothing,
     experts_of,
-    is_hf_hook,
 )
 from lade.compat.attempts import Attempt
 from lade.compat.view import BEFORE, apart
-from lade.probing.user_code import around_now, functions_of
+from lade.probing.user_code import around_now, files_of, functions_of, is_code, plain_of
 
 _of_children, _of_parameters = attrgetter("_modules"), attrgetter("_parameters")
 _of_buffers, _of_mode = attrgetter("_buffers"), attrgetter("training")
@@ -42,6 +47,8 @@ _UNRELATED_OF_MODEL = {"generate", "_lade_profiles", "_compiled_call"}
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _CHANGING = (Tensor, np.ndarray, dict, list, set, tuple)  # that change in place, or may hold such
+_WATCHED_APART = (nn.Module, type, ModuleType, PreTrainedConfig)
+_BAGS = (SimpleNamespace, Namespace)  # objects of Python's own that may hold a model's numbers
 _FEW_TOKENS = 64  # in a vocabulary
 _MOST_COMPARED = 2**12  # numbers of a tensor; a larger one is compared by its count of writes
 
@@ -52,17 +59,21 @@ class ModelState:
     Attributes:
         functions: the methods of the model's classes, and the functions of their files.
         settings: the attributes that forwards read; None until a forward was watched.
+        autocast: the dtype of an autocast that the forward itself enters, as trainers have it do.
     """
 
     def __init__(self, model: Model) -> None:
         # First, because transformers changes a class when it is asked for these.
         self._around = _around(model)
         self._modules = _Modules(model)
-        self.functions = functions_of({*map(type, model.modules())})
+        classes = {*map(type, model.modules())}
+        self.functions = functions_of(classes)
         self._configs = _Values((each, vars(each).keys()) for each in _configs_of(model))
+        self._files = _files_values(classes)
         self._hooks = _hooks_in(self._modules.now())
         self._compiled = compiled_part_of(model)
         self.settings: ReadAttributes | None = None
+        self.autocast: torch.dtype | None = None
 
     def holds(self, model: Model) -> bool:
         """Return whether the model is unchanged; takes half a millisecond for 30 layers."""
@@ -72,6 +83,7 @@ class ModelState:
             and self._around == _around(model)
             and self._hooks == _hooks_in(modules)
             and self._configs.are_same()
+            and self._files.are_same()
             and self.functions.are_same()
             and (self._is_nearly_same(model) if settings is None else settings.are_same())
         )
@@ -92,7 +104,7 @@ class ModelState:
         try:
             with watched(view) as noted:
                 GenerationMixin.generate(view, input_ids=ids, max_new_tokens=2, do_sample=False)
-            reads = noted
+            reads, self.autocast = noted, noted.autocast
         finally:
             self.settings = ReadAttributes(model, view, reads)
         return view
@@ -147,26 +159,35 @@ def _kinds_of(modules: list[Any]) -> list[Any]:
 
 
 class _Values:
-    """Attributes: numbers compared by value, tensors by content, other objects by identity.
+    """Attributes: numbers compared by value, also those in objects; tensors by content.
 
     Args:
         owners: objects, held weakly, each with the names of its attributes.
+        before: by owner's id and name, what an attribute held before forwards, if that is known:
+            what changed in a forward is left out, as it always changes.
     """
 
-    def __init__(self, owners: Iterable[tuple[Any, Collection[str]]]) -> None:
+    def __init__(
+        self,
+        owners: Iterable[tuple[Any, Collection[str]]],
+        before: "Mapping[tuple[int, str], _Leaves] | None" = None,
+    ) -> None:
         self._plain: list[tuple[Any, Any]] = []
         self._others: list[tuple[Any, Any]] = []
-        self._inside: list[tuple[Any, str]] = []
+        self._inside: list[tuple[Any, str, set[_Path]]] = []
         for owner, names in owners:
             reference, held = ref(owner), vars(owner)
             plain = [name for name in names if _is_plain(held[name])]
-            inside = [name for name in names if isinstance(held[name], _CHANGING)]
-            inside = [name for name in inside if name not in plain]
+            inside = [name for name in names if name not in plain and _may_change(held[name])]
             others = [name for name in names if name not in {*plain, *inside}]
             for kind, found in ((self._plain, plain), (self._others, others)):
                 if found:  # the last name comes twice, so that a single one gives a tuple, too
                     kind.append((reference, itemgetter(*found, found[-1])))
-            self._inside += [(reference, name) for name in inside]
+            for name in inside:
+                now = _leaves(held[name])
+                first = (before or {}).get((id(owner), name), now)
+                changed = {path for path in first | now if first.get(path) != now.get(path)}
+                self._inside.append((reference, name, changed))
         self._before = copy.deepcopy(_got(self._plain)), _got(self._others), self._seen()
 
     def are_same(self) -> bool:
@@ -182,7 +203,9 @@ class _Values:
         return False
 
     def _seen(self) -> list[Any]:
-        return [_seen(vars(reference())[name]) for reference, name in self._inside]
+        return [
+            _leaves(vars(reference())[name], changed) for reference, name, changed in self._inside
+        ]
 
 
 def _got(getters: list[tuple[Any, Any]]) -> list[Any]:
@@ -203,6 +226,8 @@ class ReadAttributes:
 
     def __init__(self, model: Model, view: Model, reads: "Reads | None") -> None:
         values, self._buffers, self._missing = [], list[tuple[Any, str]](), []
+        of_classes: dict[Any, set[str]] = {}
+        before: dict[tuple[int, str], _Leaves] = {}
         self.sees_ahead = False
         for module, twin in zip(model.modules(), view.modules(), strict=True):
             held = vars(module)
@@ -219,7 +244,17 @@ class ReadAttributes:
                 self._missing.append((ref(module), frozenset(missing)))
             if present:
                 values.append((module, present))
-        self._values, self._seen = _Values(values), self._buffers_now()
+            owners = dict.fromkeys(present, module)
+            for name in missing:
+                if (holder := _holder_of(type(module), name)) is not None:
+                    of_classes.setdefault(holder, set()).add(name)
+                    owners[name] = holder
+            if reads is not None:
+                for name, owner in owners.items():
+                    if (found := reads.before(twin, name)) is not None:
+                        before.setdefault((id(owner), name), found)
+        self._values = _Values([*values, *of_classes.items()], before)
+        self._seen = self._buffers_now()
 
     def are_same(self) -> bool:
         """Return whether all are unchanged."""
@@ -230,22 +265,37 @@ class ReadAttributes:
         )
 
     def _buffers_now(self) -> list[Any]:
-        return [_seen(module()._buffers.get(name)) for module, name in self._buffers]
+        return [_leaves(module()._buffers.get(name)) for module, name in self._buffers]
 
 
 class Reads:
     """The names of attributes that forwards have read and written, by module."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
         self.is_on = False
+        self.autocast: torch.dtype | None = None
         self._read: dict[int, set[str]] = {}
         self._written: dict[int, set[str]] = {}
+        self._before: dict[tuple[int, str], _Leaves] = {}
 
     def note(self, module: nn.Module, name: str, *, is_written: bool) -> None:
         """Record a name."""
         if self.is_on:
+            kind = self._device_type
+            if torch.is_autocast_enabled(kind):
+                self.autocast = torch.get_autocast_dtype(kind)
             names = self._written if is_written else self._read
             names.setdefault(id(module), set()).add(name)
+
+    def note_value(self, module: nn.Module, name: str, value: Any) -> None:
+        """Record what an attribute holds when it is first read, if that is more than a number."""
+        if self.is_on and (id(module), name) not in self._before and _may_change(value):
+            self._before[id(module), name] = _leaves(value)
+
+    def before(self, module: nn.Module, name: str) -> "_Leaves | None":
+        """Return what an attribute held when it was first read, None for a number."""
+        return self._before.get((id(module), name))
 
     def of(self, module: nn.Module) -> set[str]:
         """Return the names that forwards read and do not write: written ones always change."""
@@ -255,7 +305,7 @@ class Reads:
 @contextmanager
 def watched(view: Model) -> Iterator[Reads]:
     """Record the attributes that forwards of a view read; it must share no module."""
-    reads, modules = Reads(), [*view.modules()]
+    reads, modules = Reads(device_of_inputs(view).type), [*view.modules()]
     before, classes = [*map(type, modules)], dict[type, type]()
     buffers = [{**module._buffers} for module in modules]
     begin = view.register_forward_pre_hook(lambda *_: setattr(reads, "is_on", True))
@@ -282,7 +332,9 @@ def _noting(kind: Any, reads: Reads) -> type:
 
     def read(self: Any, name: str) -> Any:
         reads.note(self, name, is_written=False)
-        return kind.__getattribute__(self, name)
+        value = kind.__getattribute__(self, name)
+        reads.note_value(self, name, value)
+        return value
 
     def write(self: Any, name: str, value: Any) -> None:
         reads.note(self, name, is_written=True)
@@ -313,23 +365,25 @@ def _around(model: Model) -> tuple[Any, ...]:
     functions, hooks = around_now()
     return (
         *(str(model.device), model.dtype, autocast, attention, functions),
-        *(ALL_ATTENTION_FUNCTIONS.get(attention), AttentionMaskInterface().get(attention)),
+        *(ALL_ATTENTION_FUNCTIONS.get(attention), ALL_MASK_ATTENTION_FUNCTIONS.get(attention)),
         *(
             (each, ALL_EXPERTS_FUNCTIONS.get(each))
             for each in sorted(filter(None, experts_of(model)))
         ),
         *map(_code_of, hooks),
+        # `generate` calls some methods of a model; PEFT exchanges one of them for each call.
+        *((name, plain_of(each)) for name, each in vars(model).items() if is_code(each)),
     )
 
 
 def _hooks_in(modules: list[Any]) -> list[tuple[int, Any]]:
-    """Return the code of all hooks that transformers did not add, with their modules' numbers."""
+    """Return the code of all hooks that may do something, with their modules' numbers."""
     return [
         (number, _code_of(hook))
         for number, (hooks, pre_hooks) in enumerate(map(_of_hooks, modules))
         if hooks or pre_hooks
         for hook in (*hooks.values(), *pre_hooks.values())
-        if not is_hf_hook(hook)
+        if not does_nothing(hook)
     ]
 
 
@@ -349,24 +403,102 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN or isinstance(value, np.generic)
 
 
-def _seen(value: Any, depth: int = 4) -> Any:
-    """Return a value that differs once a tensor, an array or a container of them has changed."""
-    if isinstance(value, Tensor):
-        version = -1 if value.is_inference() else value._version
-        is_small = type(value) in _TENSORS and value.numel() <= _MOST_COMPARED and value.is_cpu
-        held: Any = _Same(value), version
-        if is_small and value.layout is torch.strided and not value.is_quantized:
-            numbers = value.detach().resolve_conj().resolve_neg().reshape(-1)
-            held = numbers.view(torch.uint8).numpy().tobytes()  # a NaN equals itself there
-        return value.dtype, tuple(value.shape), held
-    if isinstance(value, np.ndarray):
-        is_small = value.size <= _MOST_COMPARED and not value.dtype.hasobject
-        return value.dtype.str, value.shape, value.tobytes() if is_small else _Same(value)
-    if depth and isinstance(value, dict):
-        return [(key, _seen(each, depth - 1)) for key, each in value.items()]
-    if depth and isinstance(value, list | tuple):
-        return [_seen(each, depth - 1) for each in value]
-    return value if _is_plain(value) else _Same(value)
+_Path = tuple[Any, ...]
+_Leaves = dict[_Path, Any]
+
+
+def _seen(tensor: Tensor) -> Any:
+    """Return a value that differs once a tensor has changed."""
+    version = -1 if tensor.is_inference() else tensor._version
+    is_small = type(tensor) in _TENSORS and tensor.numel() <= _MOST_COMPARED and tensor.is_cpu
+    held: Any = _Same(tensor), version
+    if is_small and tensor.layout is torch.strided and not tensor.is_quantized:
+        numbers = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+        held = numbers.view(torch.uint8).numpy().tobytes()  # a NaN equals itself there
+    return tensor.dtype, tuple(tensor.shape), held
+
+
+def _leaves(value: Any, skipped: Collection[_Path] = (), depth: int = 4) -> _Leaves:
+    """Return what differs once a value has changed, by the path to each of its parts.
+
+    Args:
+        value: a tensor, an array, an object, or a container of these.
+        skipped: paths of parts to leave out.
+        depth: how many containers to look into.
+    """
+    found: _Leaves = {}
+    left: list[tuple[_Path, Any]] = [((), value)]
+    while left:
+        path, each = left.pop()
+        if path in skipped:
+            continue
+        if isinstance(each, Tensor):
+            found[path] = _seen(each)
+        elif isinstance(each, np.ndarray):
+            is_small = each.size <= _MOST_COMPARED and not each.dtype.hasobject
+            held = each.tobytes() if is_small else _Same(each)
+            found[path] = each.dtype.str, each.shape, held
+        elif _is_plain(each):
+            found[path] = copy.deepcopy(each)
+        else:
+            parts = _parts_of(each) if len(path) < depth else {}
+            is_container = bool(parts) and isinstance(each, _CHANGING)
+            found[path] = (type(each), len(parts)) if is_container else _Same(each)
+            left += [((*path, name), part) for name, part in parts.items()]
+    return found
+
+
+def _parts_of(value: Any) -> dict[Any, Any]:
+    """Return what a container or an object holds, or a function refers to, by name or number."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, list | tuple):
+        return {**dict(enumerate(value)), **getattr(value, "__dict__", {})}
+    if isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        defaults = dict(enumerate(value.__defaults__ or ())) | (value.__kwdefaults__ or {})
+        return {name: each.cell_contents for name, each in cells if each != CellType()} | defaults
+    if isinstance(value, MethodType):
+        return {"__self__": value.__self__, "__func__": value.__func__}
+    if isinstance(value, partial):
+        return {"func": value.func, **dict(enumerate(value.args)), **value.keywords}
+    home = type(value).__module__.partition(".")[0]
+    is_library = home == "torch" or home in sys.stdlib_module_names
+    if isinstance(value, _WATCHED_APART) or (is_library and not isinstance(value, _BAGS)):
+        return {}
+    slots = [vars(each).get("__slots__", ()) for each in type(value).__mro__]
+    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+    held = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return {**held, **getattr(value, "__dict__", {})}
+
+
+def _may_change(value: Any) -> bool:
+    """Return whether a value may change and stay the same object."""
+    return isinstance(value, _CHANGING) or bool(_parts_of(value))
+
+
+def _holder_of(kind: type, name: str) -> type | None:
+    """Return the class whose attribute, other than a method, objects of a class have."""
+    holder = next((each for each in kind.__mro__ if name in vars(each)), None)
+    if holder is None or hasattr(vars(holder)[name], "__get__"):  # functions are watched apart
+        return None
+    return holder
+
+
+def _files_values(classes: Iterable[type]) -> _Values:
+    """Return the numbers, and the objects with numbers, that the files of classes define."""
+
+    def of_file(file: ModuleType) -> list[str]:
+        held = [(name, each) for name, each in vars(file).items() if not name.startswith("__")]
+        return [
+            name
+            for name, each in held
+            # Containers may be caches; functions are watched apart.
+            if type(each) in _PLAIN
+            or (not isinstance(each, _CHANGING) and not callable(each) and _parts_of(each))
+        ]
+
+    return _Values((file, of_file(file)) for file in files_of(classes))
 
 
 class _Same:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable
 from functools import cache, partial
 from importlib.metadata import packages_distributions
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -26,11 +26,14 @@ from torch.nn import functional
 from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from transformers import AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-from lade.compat import Model, attention_of
+from lade.compat import Model, attention_of, does_nothing, experts_of
+from lade.compat.view import wraps_own_forward
 from lade.probing.slots import Replaced, Slot, Slots
 
 # Packages whose code belongs in every forward, code that comes with checkpoints included.
@@ -53,16 +56,19 @@ def user_code_of(model: Model, functions: Slots, *, besides_hooks: bool = False)
 
     Args:
         functions: from `functions_of`.
-        besides_hooks: whether to ignore hooks.
+        besides_hooks: whether to ignore hooks, and a forward that wraps the model's own.
     """
+    ignored = {"generate"}  # which no forward calls, and `lade.wrap` replaces
+    if besides_hooks and wraps_own_forward(model):
+        ignored.add("forward")
     for name, module in model.named_modules():
         where = name or "the model"
         if name and not besides_hooks and any(map(is_users, hooks_of(module))):
             return f"a hook of {where}"
         home = _home_of(module)
         for attribute, value in [*vars(module).items()]:
-            # No forward calls `generate`, which `lade.wrap` replaces, too.
-            if attribute != "generate" and is_code(value) and is_users(value, home):
+            is_ignored = attribute in ignored and module is model
+            if not is_ignored and is_code(value) and is_users(value, home):
                 return f"{attribute} of {where}"
         classes = (type(each) for each in module._parameters.values() if each is not None)
         if not all(map(_is_installed, classes)):
@@ -75,6 +81,8 @@ def user_code_of(model: Model, functions: Slots, *, besides_hooks: bool = False)
     attention = ALL_ATTENTION_FUNCTIONS.get(attention_of(model))
     if attention is not None and is_users(attention):
         return "its attention"
+    if has_user_experts(model):
+        return "its experts"
     if has_user_masks(model):
         return "its masks"
     return AROUND if not besides_hooks and any(map(is_users, hooks_of(model))) else None
@@ -82,10 +90,20 @@ def user_code_of(model: Model, functions: Slots, *, besides_hooks: bool = False)
 
 def functions_of(classes: Iterable[type]) -> Slots:
     """Return the methods of modules' classes, and the functions in the files of these classes."""
-    bases = {base for each in classes for base in each.__mro__}
-    bases -= {*PreTrainedModel.__mro__} - {nn.Module}
+    holders = *_bases_of(classes), *files_of(classes)
+    return Slots(holders, lambda each: isinstance(plain_of(each), FunctionType))
+
+
+def files_of(classes: Iterable[type]) -> set[ModuleType]:
+    """Return the modules that define classes and their bases, without torch's."""
+    bases = _bases_of(classes)
     files = {inspect.getmodule(each) for each in bases if _package(each.__module__) != "torch"}
-    return Slots((*bases, *(files - {None})), lambda each: isinstance(_plain(each), FunctionType))
+    return {each for each in files if each is not None}
+
+
+def _bases_of(classes: Iterable[type]) -> set[type]:
+    bases = {base for each in classes for base in each.__mro__}
+    return bases - ({*PreTrainedModel.__mro__} - {nn.Module})
 
 
 def user_code_around() -> str | None:
@@ -115,10 +133,16 @@ def user_loop_of(model: Model) -> str | None:
 def has_user_masks(model: Model) -> bool:
     """Return whether user code makes the masks that attention gets."""
     name = attention_of(model)
-    make = AttentionMaskInterface().get(name)
+    make = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
     usual = _USUAL_MASKS.get(name, make)
     is_patched_there = any(slot.path.startswith(_MASKS) for slot in _REPLACED.exchanged())
     return is_patched_there or make is not usual or (make is not None and is_users(make))
+
+
+def has_user_experts(model: Model) -> bool:
+    """Return whether user code, under a name of transformers' experts interface, runs experts."""
+    functions = map(ALL_EXPERTS_FUNCTIONS.get, experts_of(model))
+    return any(each is not None and is_users(each) for each in functions)
 
 
 def has_user_inputs(model: Model) -> bool:
@@ -129,7 +153,7 @@ def has_user_inputs(model: Model) -> bool:
 def _is_user_method(model: Model, name: str) -> bool:
     """Return whether a method is user code; a user's class may have inherited it."""
     on_instance = vars(model) if name != "_sample" else {}  # `generate` asks only the class for it
-    method = _plain(on_instance.get(name, getattr(type(model), name, None)))
+    method = plain_of(on_instance.get(name, getattr(type(model), name, None)))
     if method is None or not is_users(method):
         return False
     return not (isinstance(method, FunctionType) and _is_installed(method))
@@ -141,8 +165,9 @@ def is_patched(name: str) -> bool:
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """Return the hooks of a module's forward."""
-    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    """Return the hooks of a module's forward that may do something."""
+    hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
+    return [hook for hook in hooks if not does_nothing(hook)]
 
 
 def hooks_of_all() -> list[Any]:
@@ -169,7 +194,7 @@ def is_users(code: Any, home: str = "", depth: int = 4) -> bool:
         home: the package of its surroundings, whose functions are expected there.
         depth: how many wrappers to look into.
     """
-    code = _plain(code)
+    code = plain_of(code)
     inside = [getattr(code, "__wrapped__", None)]
     if isinstance(code, partial):
         # accelerate replaces a forward by a partial of its own function and that forward.
@@ -185,7 +210,7 @@ def is_users(code: Any, home: str = "", depth: int = 4) -> bool:
 
 def _is_exchanged(slot: Slot) -> bool:
     """Return whether user code replaces a function of a class, or of the class's file."""
-    function, holder = _plain(slot.function), slot.holder
+    function, holder = plain_of(slot.function), slot.holder
     home = holder.__module__ if isinstance(holder, type) else holder.__name__
     if not isinstance(function, FunctionType) or not is_users(function, _package(home)):
         return False
@@ -239,7 +264,7 @@ def _package(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _plain(value: Any) -> Any:
+def plain_of(value: Any) -> Any:
     """Return the function in a property or a method, else the value itself."""
     if isinstance(value, property):
         return value.fget
@@ -247,4 +272,4 @@ def _plain(value: Any) -> Any:
 
 
 _REPLACED = Replaced(is_users)
-_USUAL_MASKS = {**AttentionMaskInterface()}
+_USUAL_MASKS = {**ALL_MASK_ATTENTION_FUNCTIONS}

@@ -1,20 +1,24 @@
 """Rows of a batch: each has its own target, and their forward passes run as parts of one."""
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import GenerationConfig
 
 from lade.batch import Batch
-from lade.compat import CACHE, Model
+from lade.compat import CACHE, Model, prefill
+from lade.compat.view import with_decoding_experts
 from lade.drafting.drafts import chain
 from lade.engine.engine import EngineCall
+from lade.machine.transfer import integers_on
 from lade.targets.base import Target
 from lade.targets.inputs import CONTINUED
 from lade.targets.joint import Part, run_as_one
+from lade.targets.rollback import cache_in, crop
 from lade.targets.trees import TreeTarget
 from lade.tree import Tree
 
@@ -77,15 +81,33 @@ def _row(input_ids: Tensor, model_kwargs: Mapping[str, Any], row: int, start: in
     return PromptRow(input_ids[row : row + 1, start:], of_prompt)
 
 
+class Prompts(NamedTuple):
+    """The prompts of a batch, as `generate` runs them."""
+
+    model: Model
+    input_ids: Tensor  # int64 [rows, num_tokens]
+    model_kwargs: dict[str, Any]
+    config: GenerationConfig
+    pad_token_id: int  # continues rows that have ended
+
+
 class RowsTarget(Target):
     """Target of several rows, whose trees run as parts of one forward.
+
+    Until the first tree, a plain prefill and roots run as the batch of `generate`, with one cache.
 
     Args:
         rows: the prompts.
         targets: one for each prompt.
+        prompts: the whole batch.
     """
 
-    def __init__(self, rows: Sequence[PromptRow], targets: Sequence[TreeTarget]) -> None:
+    def __init__(
+        self, rows: Sequence[PromptRow], targets: Sequence[TreeTarget], prompts: Prompts
+    ) -> None:
+        self._prompts, self._model_kwargs = prompts, prompts.model_kwargs
+        self._shared: Any = None  # cache of all rows, of equal lengths
+        self._num_later, self._is_plain = 0, False
         first = targets[0]
         self.device, self.vocab_size = first.device, first.vocab_size
         self.max_candidates = first.max_candidates
@@ -97,11 +119,17 @@ class RowsTarget(Target):
 
     def prefill(self, *, is_plain: bool = False) -> Tensor:
         """Run the distinct prompts, and copy their caches to equal ones; return last logits."""
+        if is_plain:
+            self._is_plain, whole = True, self._prompts
+            given = {**self._model_kwargs, CACHE: deepcopy(self._model_kwargs[CACHE])}
+            output = prefill(whole.model, whole.input_ids, whole.config, given)
+            self._shared = cache_in(output)
+            return output.logits[:, -1:].transpose(0, 1)  # type: ignore[no-any-return]
         nothing = torch.empty(0, dtype=torch.float32, device=self.device)
         last = [nothing] * len(self._all)
         different = sorted({*self._originals})
-        for group in [[row] for row in different] if is_plain else self._groups(different):
-            ends = self._run_prompts(group, is_plain)
+        for group in self._groups(different):
+            ends = self._run_prompts(group)
             for row, logits in zip(group, ends, strict=True):
                 last[row] = logits
         for row, original in enumerate(self._originals):
@@ -121,21 +149,31 @@ class RowsTarget(Target):
             groups[-1].append(row)
         return groups
 
-    def _run_prompts(self, rows: Sequence[int], is_plain: bool) -> list[Tensor]:
+    def _run_prompts(self, rows: Sequence[int]) -> list[Tensor]:
         """Return the logits of the prompts' last tokens, [1, 1, vocab_size] each."""
         targets, parts = [self._all[row] for row in rows], list[Part]()
         if len(rows) > 1 and self._engine_call is None:  # else in prefill chunks
             of_rows = (target.prompt() for target in targets)
             parts = [part for part in of_rows if part is not None]
         if len(parts) < len(rows):
-            return [target.prefill(is_plain=is_plain) for target in targets]
+            return [target.prefill() for target in targets]
         logits = torch.split(run_as_one(parts), 1, dim=1)
         for target in targets:
             target.begin()
         return [*logits]
 
+    def _part(self) -> None:
+        """Give each row its own cache, without padding in front."""
+        shared, self._shared = self._shared, None
+        if shared is None:
+            return
+        for row, (target, start) in enumerate(zip(self._all, self._starts, strict=True)):
+            target.cache.take_over(_cache_of(shared, row, start))
+            target.begin(self._num_later)
+
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the inputs of each row."""
+        self._part()
         return [target.inputs([tree]) for target, tree in zip(self._rows, trees, strict=True)]
 
     def forward(self, inputs: Any) -> Tensor:
@@ -160,9 +198,14 @@ class RowsTarget(Target):
                 target.join(call)
 
     def forward_roots(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
-        """Run the first row's root as `generate` runs single tokens, and other roots as trees."""
+        """Run the first row's root as `generate` runs single tokens, and other roots as trees.
+
+        After a plain prefill, run all roots as `generate` does.
+        """
         if by_view:
             return self.forward(self.inputs(roots))
+        if self._is_plain:
+            return self._together(roots)
         first, *others = self._rows
         parts = [
             target.part(target.inputs([root]))
@@ -171,18 +214,57 @@ class RowsTarget(Target):
         logits = [first.forward_roots(roots[:1])[:, -1:]]
         return torch.cat([*logits, run_as_one(parts)], dim=1) if parts else logits[0]
 
+    def _together(self, roots: Sequence[Tree]) -> Tensor:
+        """Run roots as the next tokens of a batch, whose other rows have ended."""
+        whole, cache = self._prompts, self._shared
+        tokens = dict.fromkeys(self._all, whole.pad_token_id)
+        tokens |= {
+            target: root.token_ids[0] for target, root in zip(self._rows, roots, strict=True)
+        }
+        if cache is not None:
+            given = self.extended(self._num_later + 1)
+            num_tokens = whole.input_ids.shape[1] + self._num_later + 1
+        else:
+            cache = self._gathered(deepcopy(self._model_kwargs[CACHE]))
+            lengths = [target.cache.length for target in self._all]
+            num_tokens = max(lengths) + 1
+            slots = torch.arange(num_tokens, dtype=torch.int64, device=self.device)
+            firsts = integers_on(self.device, [max(lengths) - each for each in lengths])[:, None]
+            ends = torch.cat([target.next_position() for target in self._all])
+            mask = (slots >= firsts).long()
+            for row, target in enumerate(self._all):
+                if (padding := target.padding) is not None:
+                    mask[row, firsts[row] :][: padding.shape[1]] &= padding[0].long()
+            positions = (ends + slots + 1 - num_tokens).clamp(min=0)
+            given = {**self.extended(1), "attention_mask": mask, "position_ids": positions}
+        ids = whole.input_ids.new_zeros((len(self._all), num_tokens))
+        ids[:, -1] = integers_on(self.device, [*tokens.values()])
+        prepare = whole.model.prepare_inputs_for_generation
+        inputs = prepare(ids, next_sequence_length=1, **{**given, CACHE: cache})
+        output = with_decoding_experts(whole.model)(**inputs, return_dict=True)
+        if self._shared is None:
+            self.forward(self.inputs(roots))  # whose keys and values the rows keep
+        return output.logits[[self._all.index(each) for each in self._rows], -1][None]  # type: ignore[no-any-return]
+
     def discard(self) -> None:
         """Discard the last forward."""
+        if self._shared is not None:
+            crop(self._shared, 1)
+            return
         for target in self._rows:
             target.discard()
 
     def go_back(self, num_tokens: int) -> bool:
         """Forget the last tokens of all rows, or of none."""
+        self._part()
         may_go = all(target.cache.can_go_back(num_tokens) for target in self._rows)
         return may_go and all(target.go_back(num_tokens) for target in self._rows)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep each row's accepted path."""
+        if self._shared is not None:
+            self._num_later += 1
+            return
         for target, path in zip(self._rows, paths, strict=True):
             target.commit([path])
 
@@ -192,6 +274,7 @@ class RowsTarget(Target):
 
     def fill(self, batch: Batch) -> int:
         """Run the padding of rows that ended early, as `generate` does; return the forwards."""
+        self._part()
         num_forwards = 0
         for target, row, start in zip(self._all, batch.rows, self._starts, strict=True):
             missing = batch.longest - len(row.token_ids)
@@ -205,6 +288,10 @@ class RowsTarget(Target):
 
     def hand_over(self, cache: Any) -> Any:
         """Fill a dynamic cache with the rows, padded in front; return it."""
+        self._part()
+        return self._gathered(cache)
+
+    def _gathered(self, cache: Any) -> Any:
         of_rows = [target.hand_over(deepcopy(cache)) for target in self._all]
         for layers in zip(*(each.layers for each in of_rows), strict=True):
             if getattr(layers[0], "keys", None) is None:
@@ -233,3 +320,18 @@ class RowsTarget(Target):
         """Leave reusable memory to later calls."""
         for target in self._all:
             target.release()
+
+
+def _cache_of(shared: Any, row: int, start: int) -> Any:
+    """Return one row of a cache from a slot on, as a cache that shares its memory."""
+    cache = copy(shared)
+    cache.layers = [copy(layer) for layer in shared.layers]
+    for layer in cache.layers:
+        if getattr(layer, "keys", None) is None:
+            continue  # it keeps nothing
+        first = max(0, start - (layer.get_seq_length() - layer.keys.shape[2]))
+        keys, values = layer.keys, layer.values
+        layer.keys, layer.values = (each[row : row + 1, :, first:] for each in (keys, values))
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length -= start
+    return cache

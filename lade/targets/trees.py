@@ -138,13 +138,13 @@ class TreeTarget(Target):
         self.begin()
         return logits
 
-    def begin(self) -> None:
-        """Commit the prompt, and set up for steps after it."""
+    def begin(self, num_later: int = 0) -> None:
+        """Commit the prompt, and tokens after it, and set up for steps after these."""
         self.cache.keep_all()
         if self._padding is not None and self.cache.has_nan_in_windows:
             # Even masked, a NaN spreads, and the memory holds more padding than a window shows.
             raise UnsupportedModelError("the keys and values of padding are no numbers (NaN)")
-        self._num_prefilled = num_cached = self.cache.length
+        self._num_prefilled = num_cached = self.cache.length - num_later
         positions = self._model_kwargs.get("position_ids")
         if positions is None:
             last = torch.full((1,), num_cached - 1, dtype=torch.int64, device=self.device)
@@ -249,6 +249,15 @@ class TreeTarget(Target):
         self.cache.take_over(other.cache)
         self.begin()
 
+    @property
+    def padding(self) -> Tensor | None:
+        """Which tokens of the prompt are no padding, bool [1, num_tokens]; None if all."""
+        return self._padding
+
+    def next_position(self) -> Tensor:
+        """Return the position of the next token, int64 [1, 1]."""
+        return self._position_offsets[..., None] + self.cache.length
+
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the forward's arguments for a tree after the committed tokens."""
         return self._inputs_of(TreeTensors.of(trees[0], self.device))
@@ -258,7 +267,7 @@ class TreeTarget(Target):
         cached = self.cache.length
         return {
             "input_ids": tree.token_ids,
-            "position_ids": tree.depths + (self._position_offsets[..., None] + cached),
+            "position_ids": tree.depths + self.next_position(),
             **self._token_types(tree),
             **self._of_forward(self._mask(tree, cached, num_slots)),
         }

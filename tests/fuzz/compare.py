@@ -23,7 +23,7 @@ from transformers.cache_utils import EncoderDecoderCache, StaticLayer
 import lade
 from tests.fuzz import events, parts
 from tests.fuzz.cases import Case
-from tests.fuzz.inside import CACHE, CACHE_NAMES, is_hf_hook, noting_verification
+from tests.fuzz.inside import CACHE, CACHE_NAMES, does_nothing, noting_verification
 from tests.support.tiny import CannotBuild
 
 # A tree sums in another order than a single token does.
@@ -504,7 +504,7 @@ def _frozen(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     kept["the training flag of a module"] = [module.training for module in modules]
     # transformers puts its own in at the first forward that collects outputs, and leaves them.
     kept["a hook of the model"] = [
-        [id(hook) for hook in hooks.values() if not is_hf_hook(hook)]
+        [id(hook) for hook in hooks.values() if not does_nothing(hook)]
         for module in modules
         for hooks in (module._forward_hooks, module._forward_pre_hooks)
     ]

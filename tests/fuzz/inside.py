@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from lade.compat import CACHE, CACHE_NAMES, is_hf_hook, without_compiler
+from lade.compat import CACHE, CACHE_NAMES, does_nothing, without_compiler
 from lade.config import SPECULATING, VERIFICATIONS
 from lade.models.gguf import load_gguf
 from lade.probing.plan import choose_verification
@@ -16,7 +16,7 @@ __all__ = [
     "CACHE",
     "CACHE_NAMES",
     "VERIFICATIONS",
-    "is_hf_hook",
+    "does_nothing",
     "load_gguf",
     "noting_verification",
     "proofs_after",

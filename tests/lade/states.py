@@ -4,6 +4,7 @@ A kind takes a Llama of `SIZE` hidden states, changes it, and returns what sets 
 the model computes what it did, with anything else it mostly treats the tokens of a forward apart.
 """
 
+import sys
 import types
 import warnings
 from collections.abc import Callable
@@ -19,7 +20,11 @@ from torch.nn.utils import parametrize
 from transformers import AttentionMaskInterface
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    sdpa_mask,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 SIZE = 32
@@ -53,6 +58,7 @@ def put_back() -> None:
         setattr(holder, name, before)
     AttentionMaskInterface.register("sdpa", sdpa_mask)
     torch.set_default_dtype(torch.float32)
+    ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.pop("sdpa", None)
 
 
 def steered(states: Tensor, alpha: float) -> Tensor:
@@ -64,6 +70,15 @@ def steered(states: Tensor, alpha: float) -> Tensor:
 
 def mlp_of(model: Any) -> Any:
     return model.model.layers[0].mlp
+
+
+class Now:
+    """An alpha that code of the user's looks up whenever it runs."""
+
+    alpha = 0.0
+
+    def put(self, alpha: float) -> None:
+        self.alpha = alpha
 
 
 # --- hooks; each value registers another one ------------------------------------------------------
@@ -377,6 +392,112 @@ def weights(model: Any) -> Set:
     return lambda alpha: setattr(weight, "data", before * (1 + alpha))
 
 
+# --- numbers of code that came with a checkpoint --------------------------------------------------
+
+_CODE = """
+import dataclasses, types
+from torch.nn import functional
+from transformers.models.llama.modeling_llama import LlamaMLP
+@dataclasses.dataclass(slots=True)
+class Args:
+    scale: float = 1.0
+    calls: int = 0
+class OfArgs(LlamaMLP):
+    def forward(self, states):
+        self.args.calls += 1
+        return super().forward(states) * self.args.scale
+class OfClass(LlamaMLP):
+    scale = 1.0
+    def forward(self, states):
+        return super().forward(states) * self.scale
+bag, SCALE = types.SimpleNamespace(scale=1.0), 1.0
+class OfFile(LlamaMLP):
+    def forward(self, states):
+        return super().forward(states) * SCALE
+class OfBag(LlamaMLP):
+    def forward(self, states):
+        return super().forward(states) * bag.scale
+class Swish:
+    scale = 1.0
+    def __call__(self, states):
+        return functional.silu(states * self.scale)
+def swish():
+    scale = 1.0
+    def put(value):
+        nonlocal scale
+        scale = value
+    return lambda states: functional.silu(states * scale), put
+"""
+
+
+def _of_checkpoint(name: str, make: Callable[[Any, Any], Callable[[float], Any]]) -> Kind:
+    """Add the kind of a number that remote code multiplies states by, somewhere."""
+
+    def put_in(model: Any) -> Set:
+        file = types.ModuleType(f"transformers_modules.states.{name}")
+        sys.modules[file.__name__] = file
+        exec(_CODE, vars(file))
+        put = make(file, mlp_of(model))
+        return lambda alpha: put(1 + alpha)
+
+    put_in.__name__ = name
+    return kind(put_in)
+
+
+def _class(name: str, holder: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    def make(file: Any, mlp: Any) -> Any:
+        mlp.__class__, mlp.args = vars(file)[name], file.Args()
+        return partial(setattr, holder(file) or mlp.args, "SCALE" if name == "OfFile" else "scale")
+
+    return make
+
+
+def _activation(is_object: bool, file: Any, mlp: Any) -> Any:
+    del mlp.act_fn
+    mlp.act_fn, put = (file.Swish(), None) if is_object else file.swish()
+    return put or partial(setattr, mlp.act_fn, "scale")
+
+
+remote_args = _of_checkpoint("remote_args", _class("OfArgs", lambda file: None))
+remote_class = _of_checkpoint("remote_class", _class("OfClass", lambda file: file.OfClass))
+remote_file = _of_checkpoint("remote_file", _class("OfFile", lambda file: file))
+remote_bag = _of_checkpoint("remote_bag", _class("OfBag", lambda file: file.bag))
+remote_activation = _of_checkpoint("remote_activation", partial(_activation, True))
+remote_closure = _of_checkpoint("remote_closure", partial(_activation, False))
+
+
+# --- code around a whole model, and code that sees the rows of a batch ----------------------------
+
+
+def _around(name: str, change: Callable[[Tensor, float], Tensor]) -> Kind:
+    """Add the kind of a forward that wraps the model's own, as trainers' do."""
+
+    def put_in(model: Any) -> Set:
+        own, now = model.forward, Now()
+
+        def forward(self: Any, *args: Any, **given: Any) -> Any:
+            output = own(*args, **given)
+            output.logits = change(output.logits, now.alpha)
+            return output
+
+        model.forward = types.MethodType(forward, model)
+        return now.put
+
+    put_in.__name__ = name
+    return kind(put_in)
+
+
+def _last_row(output: Tensor, alpha: float) -> Tensor:
+    changed = output.clone()
+    changed[-1:] += 3 * alpha * output[-1:].roll(1, -1)
+    return changed
+
+
+wrapped_forward = _around("wrapped_forward", lambda out, alpha: out + 3 * alpha * out.roll(1, -1))
+wrapped_for_a_row = _around("wrapped_for_a_row", _last_row)
+rows_together = kind(exchanged("rows_together", lambda out, alpha: out - alpha * out.mean(0) / 2))
+
+
 # --- what lade runs in the place of a model's own code --------------------------------------------
 
 
@@ -462,6 +583,16 @@ def _masks(name: str, implementation: str) -> Kind:
     return kind(put_in)
 
 
+@kind
+def local_mask(model: Any) -> Set:
+    """A mask function in transformers' own table alone, not in its class."""
+
+    def put(alpha: float) -> None:
+        ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = partial(_narrow, alpha)
+
+    return put
+
+
 registered_mask = _masks("registered_mask", "window_of_a_test")
 mask_of_sdpa = _masks("mask_of_sdpa", "sdpa")
 
@@ -493,15 +624,6 @@ patched_silu = _of_torch("patched_silu", functional, "silu", _coarse)
 patched_rsqrt = _of_torch("patched_rsqrt", torch, "rsqrt", _coarse)
 patched_cat = _of_torch("patched_cat", torch, "cat", _coarse)
 patched_cache = _of_torch("patched_cache", DynamicLayer, "update", _coarse)
-
-
-class Now:
-    """An alpha that code of the user's looks up whenever it runs."""
-
-    alpha = 0.0
-
-    def put(self, alpha: float) -> None:
-        self.alpha = alpha
 
 
 @kind

@@ -1,7 +1,6 @@
 """Forwards by a job: the numbers of the model, whatever it is at the moment; else the job rests."""
 
 import math
-import random
 import threading
 import time
 import warnings
@@ -404,53 +403,6 @@ def test_what_is_no_plain_decoder_is_left_to_torch(
 # --- models that change ---------------------------------------------------------------------------
 
 
-def _changed(model: Any, rng: random.Random) -> None:
-    """Change the weights of a random module in a random way."""
-    modules = [
-        each
-        for each in model.modules()
-        if each._parameters and each._parameters.get("weight") is not None
-    ]
-    module = rng.choice(modules)
-    weight = module.weight
-    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(rng.randrange(99)))
-    noise = (noise * weight.detach().float().std().clamp(min=0.1)).to(weight.dtype)
-    how = rng.randrange(6)
-    if how == 0:
-        weight.add_(noise)
-    elif how == 1:
-        weight.data.mul_(-1)  # which torch does not count
-    elif how == 2:
-        weight.data = weight.data + noise
-    elif how == 3:
-        module.weight = nn.Parameter(weight.detach() + noise)
-    elif how == 4:
-        weight.data[rng.randrange(len(weight))] = 1.5
-    else:
-        state = {name: each + 0 for name, each in model.state_dict().items()}
-        model.load_state_dict(state, assign=True)
-        module.weight.add_(noise)
-
-
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
-@pytest.mark.parametrize("family", thinned(["llama", "gpt2", "gpt_neox", "bert"], "llama", "gpt2"))
-def test_the_next_forward_is_of_the_changed_model(
-    family: str, dtype: torch.dtype, ran: list[Ran]
-) -> None:
-    """Views are made once: what a module holds is looked at in each forward."""
-    rng = random.Random(1)
-    model = model_of(family, dtype)
-    target = Prefilled(model, TEXT)
-    parents = [-1, 0, 0, -1]
-    for _ in range(20):
-        _changed(model, rng)
-        ran.clear()
-        logits = target.run(parents)
-        assert ran
-        close, told = is_close(logits, target.run_plainly(parents))
-        assert close, told
-
-
 def test_formats_may_change(ran: list[Ran]) -> None:
     model = model_of("llama")
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32):
@@ -476,34 +428,6 @@ def test_a_weight_that_is_turned_where_it_lies_is_left_to_torch(ran: list[Ran]) 
     model.model.layers[0].self_attn.q_proj.weight.t_()
     logits = target.run(parents)
     assert is_close(logits, target.run_plainly(parents))[0]
-
-
-SETTINGS: list[tuple[str, Callable[[Any], Any]]] = [
-    ("llama", lambda model: setattr(model.model.layers[0].self_attn, "scaling", 3.0)),
-    ("llama", lambda model: setattr(model.model.layers[0].input_layernorm, "variance_epsilon", 3)),
-    ("llama", lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.ReLU())),
-    ("llama", lambda model: model.model.rotary_emb.inv_freq.mul_(2)),
-    ("granite", lambda model: setattr(model.model.layers[0], "residual_multiplier", 3.0)),
-    ("gemma2", lambda model: setattr(model.config, "final_logit_softcapping", 0.1)),
-    ("mistral", lambda model: setattr(model.config, "sliding_window", 4)),
-    ("gpt2", lambda model: setattr(model.transformer.h[0].attn, "scaling", 3.0)),
-    ("opt", lambda model: setattr(model.model.decoder.layers[0].self_attn, "scaling", 3.0)),
-    ("opt", lambda model: setattr(model.model.decoder.embed_positions, "offset", 0)),
-    ("gptj", lambda model: model.transformer.rotary_emb.embed_positions.mul_(2)),
-    (
-        "ministral3",
-        lambda model: model.config.rope_parameters.update(original_max_position_embeddings=8),
-    ),
-]
-
-
-@pytest.mark.parametrize(("family", "change"), SETTINGS)
-def test_settings_may_change(family: str, change: Callable[[Any], Any], ran: list[Ran]) -> None:
-    model = model_of(family)
-    same_as_generate(model, TEXT, accept=0.7)
-    assert ran
-    change(model)
-    same_as_generate(model, TEXT, accept=0.7)
 
 
 # --- low-rank additions ---------------------------------------------------------------------------

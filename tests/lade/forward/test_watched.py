@@ -28,9 +28,12 @@ QUICK = [
     *(states.bias, states.scaling_in_place, states.sight, states.mask_of_sdpa),
     *(states.patched_rsqrt, states.patched_cache, states.weights_by_a_hook, states.turned_states),
     *(states.adapter_on_parameters, states.left_by_training),
+    *(states.remote_args, states.remote_class, states.remote_file, states.remote_bag),
+    *(states.remote_activation, states.remote_closure, states.wrapped_forward, states.local_mask),
 ]
 # Masks of the user's are made by the model's own forward; angles are made by the model as it is.
-WITHOUT_JOBS = (states.registered_mask, states.mask_of_sdpa)
+WITHOUT_JOBS = {states.registered_mask, states.mask_of_sdpa, states.local_mask}
+WITHOUT_JOBS |= {states.rows_together, states.wrapped_for_a_row}  # a hook inside, a failed proof
 
 
 def compiled(family: str = "llama", **options: Any) -> Any:
@@ -46,7 +49,7 @@ def compiled(family: str = "llama", **options: Any) -> Any:
 def put_back() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lade.PlainDecodingWarning)
-        warnings.filterwarnings("ignore", "lade reuses no prefix", RuntimeWarning)
+        warnings.filterwarnings("ignore", "lade('s compiled forward| reuses) no ", RuntimeWarning)
         yield
     states.put_back()
 

@@ -3,6 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +68,43 @@ def test_adapters_of_peft_count(kind: str, door: Callable[..., Any]) -> None:
         base = model.get_base_model().generate(PROMPT, **OPTIONS)
         assert expected.tolist() != base.tolist()
     assert door(model, input_ids=PROMPT, **OPTIONS).tolist() == expected.tolist()
+
+
+class Around(torch.nn.Module):
+    """A wrapper that is no model of transformers, as accelerate's, and TRL's with a value head."""
+
+    def __init__(self, pretrained_model: Any) -> None:
+        super().__init__()
+        self.pretrained_model = pretrained_model
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "peft": lambda model: adapted("lora"),
+    "around": Around,
+    "twice": lambda model: Around(Around(model)),
+}
+
+
+@pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+def test_wrappers_are_looked_through(make: Callable[[Any], Any], tmp_path: Path) -> None:
+    """By all that takes a model and does not generate."""
+    wrapper = make(tiny_model("llama", seed=1))
+    model = next(each for each in wrapper.modules() if isinstance(each, LlamaForCausalLM))
+    options = OPTIONS | {"config": lade.Config(reuses_prefix=True), "max_time": 600.0}
+    options["return_dict_in_generate"] = True
+    assert lade.probe(wrapper, anew=True).model == "LlamaForCausalLM"
+    lade.warm_up(wrapper)
+    made = lade.prewarm(wrapper, 30, max_tokens=64, folder=tmp_path)
+    assert made.path == lade.prewarm(model, 30, max_tokens=1, folder=tmp_path).path
+    reused = []
+    for forgets in (False, False, True):
+        if forgets:
+            lade.release(wrapper)
+        stats = lade.generate(model, PROMPT, **options).stats
+        assert stats.num_draft_tokens > 0  # with `max_time`, none without `warm_up`
+        reused.append(stats.num_reused_tokens)
+    assert reused == [0, PROMPT.shape[1] - 1, 0]
 
 
 class NamesNothing(LlamaForCausalLM):  # type: ignore[misc]

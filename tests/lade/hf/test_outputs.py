@@ -1,6 +1,5 @@
 """Caches, configs and stop strings of the caller: filled, honoured, or left as they were."""
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -39,36 +38,6 @@ def test_scores_reach_stopping_criteria() -> None:
 
 
 # --- caches ---------------------------------------------------------------------------------
-
-
-def test_a_cache_of_the_caller_is_filled_or_left_as_it_was() -> None:
-    model = shared_model("llama", seed=1)
-    for empty in (DynamicCache(), DynamicCache(config=model.config)):
-        theirs = copy.deepcopy(empty)
-        options: dict[str, Any] = {"attention_mask": torch.ones_like(ONE), "do_sample": False}
-        model.generate(ONE, past_key_values=theirs, max_new_tokens=9, **options)
-        lade.generate(model, ONE, past_key_values=empty, max_new_tokens=9, **options)
-        assert_same_cache(empty, theirs)
-    before = copy.deepcopy(theirs)
-
-    class Interrupted:
-        def put(self, value: torch.Tensor) -> None:
-            if value.dim() == 1:
-                raise KeyboardInterrupt
-
-        def end(self) -> None: ...
-
-    ids = torch.cat([ONE, torch.tensor([[4] * 12])], dim=1)
-    with pytest.raises(KeyboardInterrupt):
-        lade.generate(
-            model,
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=theirs,
-            streamer=Interrupted(),
-            max_new_tokens=9,
-        )
-    assert_same_cache(theirs, before)
 
 
 def test_caches_that_do_not_fit_are_refused() -> None:

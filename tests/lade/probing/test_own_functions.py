@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import lade
 from tests.grids import thinned
-from tests.lade.both import EIGHT, same_as_generate
+from tests.lade.both import EIGHT, answered, same_as_generate
 from tests.lade.tiny import tiny_model
 
 pytestmark = [
@@ -23,6 +24,7 @@ pytestmark = [
 ]
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 9, 11, 13, 5, 6, 7, 8, 20, 21, 22, 23]])
+STATES: list[Any] = []  # what a hook may remember
 OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": False}
 CONFIGS = [None, lade.Config(max_draft_tokens=0), EIGHT]
 
@@ -223,7 +225,26 @@ def for_checkpointing(model: Any) -> None:
     model.enable_input_require_grads()
 
 
-@pytest.mark.parametrize("change", [of_a_checkpoint, bound, for_checkpointing])
+def for_adapters(model: Any) -> None:
+    """Register the hook that PEFT and TRL leave on the embedding: it is known by its code."""
+
+    def make_inputs_require_grad(module: Any, args: Any, output: Any) -> None:
+        output.requires_grad_(True)
+
+    model.model.embed_tokens.register_forward_hook(make_inputs_require_grad)
+
+
+def doubled(model: Any) -> None:
+    """Register a user's hook on the embedding, which a job calls."""
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def trained(model: Any) -> None:
+    """Leave a model in training mode, where nothing in it is random."""
+    model.train()
+
+
+@pytest.mark.parametrize("change", [of_a_checkpoint, bound, for_checkpointing, for_adapters])
 def test_code_that_is_nobodys_costs_nothing(
     change: Callable[[Any], None], recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -237,6 +258,131 @@ def test_code_that_is_nobodys_costs_nothing(
         _, got = same_as_generate(model, PROMPT, accept=1.0, config=kept, **OPTIONS)
     assert got.stats.num_accepted_tokens > 0
     assert [str(each.message) for each in recwarn if "lade" in str(each.message)] == []
+
+
+def writes(module: Any, args: Any, output: Any) -> None:
+    output.requires_grad_(False)
+    output *= 2
+
+
+def returns(module: Any, args: Any, output: Any) -> Any:
+    return output.requires_grad_(False)[:, :1]
+
+
+def remembers(module: Any, args: Any, output: Any, seen: Any = STATES) -> None:
+    output.requires_grad_(not seen)
+
+
+@pytest.mark.parametrize("hook", [writes, returns, remembers])
+def test_a_hook_that_may_do_more_than_ask_for_gradients_is_the_users(hook: Any) -> None:
+    model = tiny_model(seed=1)
+    model.model.layers[0].mlp.register_forward_hook(hook)
+    with pytest.warns(RuntimeWarning, match="lade reuses no prefix"):
+        lade.generate(model, PROMPT, config=lade.Config(reuses_prefix=True), max_new_tokens=3)
+
+
+def compiled() -> Any:
+    """Return a model whose forwards run by a job."""
+    model = tiny_model(seed=1, dtype=torch.float32, head_dim=16)
+    if lade.probe(model).why_by_torch is not None:
+        pytest.skip("no job runs here")
+    return model
+
+
+@pytest.mark.parametrize("change", [for_checkpointing, for_adapters, doubled, trained])
+def test_what_trainers_leave_keeps_the_compiled_forward(change: Callable[[Any], None]) -> None:
+    model = compiled()
+    change(model)
+    assert lade.probe(model).why_by_torch is None
+    for ids in (PROMPT, PROMPT[:, :9].repeat(3, 1)):
+        _, got = same_as_generate(model, ids, knows=True, config=EIGHT, **OPTIONS)
+        assert got.stats.num_accepted_tokens > 0
+
+
+def test_a_compiled_forward_that_is_lost_is_told_of_once() -> None:
+    model = compiled()
+    same_as_generate(model, PROMPT, knows=True, config=EIGHT, **OPTIONS)
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: None)
+    with pytest.warns(RuntimeWarning, match=r"its modules have hooks \(model\.layers\.1\.mlp\)"):
+        same_as_generate(model, PROMPT, knows=True, config=EIGHT, **OPTIONS)
+    same_as_generate(model, PROMPT, knows=True, config=EIGHT, **OPTIONS)
+    handle.remove()
+    assert lade.probe(model).why_by_torch is None
+
+
+class Passing:
+    """An object around a forward, as accelerate's that convert results."""
+
+    def __init__(self, own: Any) -> None:
+        self.own, self.num = own, 0
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        self.num += 1
+        return self.own(*args, **given)
+
+
+def by_trainer(model: Any, autocast: bool = True) -> None:
+    """Wrap the forward as GRPO and mixed precision do."""
+    own: Any = type(model).forward
+
+    @wraps(own)
+    def fused(self: Any, *args: Any, fused_head: bool = False, **given: Any) -> Any:
+        return bound(*args, **given)
+
+    bound, inner = model.forward, Passing(torch.autocast("cpu", torch.bfloat16)(fused))
+    outer = inner if autocast else Passing(fused)
+    model.forward = MethodType(lambda *args, **given: outer(*args, **given), model)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_batches_draft_inside_a_trainers_forward(autocast: bool) -> None:
+    """Also in training mode; under autocast by the rules of 16 bits."""
+    model = tiny_model(seed=1, dtype=torch.float32, head_dim=16) if autocast else compiled()
+    by_trainer(model.train(), autocast)
+    rows, pool = PROMPT[:, :9].repeat(4, 1), lade.NGramPool()
+    for row in model.generate(rows, **OPTIONS).tolist():
+        pool.observe(row)
+    for do_sample in (False, True):
+        options = OPTIONS | {"do_sample": do_sample}
+        if autocast:  # a near-tie may fall the other way
+            got = answered(model, rows, pool=pool, config=EIGHT, **options)
+        else:
+            _, got = same_as_generate(model, rows, pool=pool, config=EIGHT, **options)
+        assert got.stats.num_accepted_tokens > 20 * (not do_sample)
+    why = lade.probe(model).why_by_torch
+    assert why == ("its forward runs under autocast (torch.bfloat16)" if autocast else None)
+
+
+# --- experts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["of_a_test", "eager"])
+@pytest.mark.parametrize("capacity", [None, 6])
+def test_an_experts_function_of_the_users_runs(name: str, capacity: int | None) -> None:
+    """It is registered under a name of its own, or in the place of transformers'."""
+    family: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    model = tiny_model("qwen3_moe", dtype=torch.float32, moe_intermediate_size=16, **family)
+    steering, before = torch.zeros(32), {**ALL_EXPERTS_FUNCTIONS._global_mapping}
+
+    def mine(self: Any, states: Tensor, index: Tensor, shares: Tensor) -> Tensor:
+        made = torch.zeros_like(states)
+        for expert in range(len(self.gate_up_proj)):
+            tokens, which = (each[:capacity] for each in torch.where(index == expert))
+            gate, up = functional.linear(states[tokens], self.gate_up_proj[expert]).chunk(2, -1)
+            out = functional.linear(self.act_fn(gate) * up, self.down_proj[expert])
+            made.index_add_(0, tokens, out * shares[tokens, which, None])
+        return made + steering
+
+    ALL_EXPERTS_FUNCTIONS.register(name, mine)
+    try:
+        model.set_experts_implementation(name)
+        for value in (0.0, 1.0):
+            steering[:16] = value
+            same_as_generate(model, PROMPT, knows=True, config=EIGHT, **OPTIONS)
+        assert "your own code" in lade.probe(model).reasons["tree"]
+    finally:
+        ALL_EXPERTS_FUNCTIONS._global_mapping.clear()
+        ALL_EXPERTS_FUNCTIONS._global_mapping.update(before)
 
 
 # --- torch.compile --------------------------------------------------------------------------------

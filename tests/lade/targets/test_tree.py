@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 import lade
 from lade.attention.masks import AttentionSpan, TreeSlots
@@ -21,7 +21,7 @@ from lade.probing.profile import profile_of
 from lade.probing.proof import DISTANCE, Distances
 from lade.targets.kv_cache import LayerKind, TreeCache
 from lade.targets.layout import tree_layout
-from lade.targets.rows import RowsTarget, split
+from lade.targets.rows import Prompts, RowsTarget, split
 from lade.targets.trees import TreeTarget
 from lade.tree import ROOT, Tree, TreeTensors, starts
 from ngram_pool import Draft
@@ -163,7 +163,8 @@ def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str) -> None:
         targets = [
             TreeTarget(model, *row, tree_layout(model), 60, attention=PACKED_ROWS) for row in rows
         ]
-        target = RowsTarget(rows, targets)
+        whole = Prompts(model, torch.tensor(prompts), {"use_cache": True}, GenerationConfig(), 0)
+        target = RowsTarget(rows, targets, whole)
         target.prefill()
         committed = [list(prompt) for prompt in prompts]
         for number, step in enumerate(steps):
