@@ -74,9 +74,9 @@ class StaticTarget(TreeTarget):
             self.why_not, steps = "another call has its compiled steps", None
         self._is_compiled, self._steps = steps is not None, steps or StaticSteps()
 
-    def begin(self) -> None:
+    def begin(self, num_later: int = 0) -> None:
         """Commit the prompt, which ran in a cache that grows, and move it to static memory."""
-        super().begin()
+        super().begin(num_later)
         self._move(WIDTHS[-1])
 
     def _move(self, num_new: int) -> None:
