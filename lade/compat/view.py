@@ -18,6 +18,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig
 
 from lade.compat import Model, device_of_inputs, experts_of
 
@@ -192,7 +193,7 @@ def _copied(value: Any, file: str, made: dict[int, Any]) -> Any:
     is_object = kind.__module__ == file and hasattr(value, "__dict__")
     is_object = is_object and kind.__reduce__ is object.__reduce__
     is_tensor = kind is Tensor and not value.is_meta and value.numel() <= _MOST_WRITTEN
-    if isinstance(value, nn.Module | type) or not (
+    if isinstance(value, nn.Module | type | PreTrainedConfig) or not (
         is_object or is_tensor or isinstance(value, dict | list | set | deque)
     ):
         return value

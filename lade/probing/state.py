@@ -372,7 +372,11 @@ def _around(model: Model) -> tuple[Any, ...]:
         ),
         *map(_code_of, hooks),
         # `generate` calls some methods of a model; PEFT exchanges one of them for each call.
-        *((name, plain_of(each)) for name, each in vars(model).items() if is_code(each)),
+        *(
+            (name, plain_of(each))
+            for name, each in vars(model).items()
+            if is_code(each) and not getattr(each, "is_lades", False)
+        ),
     )
 
 

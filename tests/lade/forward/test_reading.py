@@ -196,7 +196,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "sight of later tokens": lambda model: setattr(
         model.model.layers[0].self_attn, "is_causal", False
     ),
-    "training": lambda model: model.model.layers[0].train(),
     "a projection more": lambda model: setattr(
         model.model.layers[0], "mlp", nn.Sequential(model.model.layers[0].mlp, nn.Linear(64, 64))
     ),

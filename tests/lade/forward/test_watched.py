@@ -34,6 +34,7 @@ QUICK = [
 # Masks of the user's are made by the model's own forward; angles are made by the model as it is.
 WITHOUT_JOBS = {states.registered_mask, states.mask_of_sdpa, states.local_mask}
 WITHOUT_JOBS |= {states.rows_together, states.wrapped_for_a_row}  # a hook inside, a failed proof
+WITHOUT_JOBS |= {states.adapter_on_parameters}
 
 
 def compiled(family: str = "llama", **options: Any) -> Any:
