@@ -114,6 +114,5 @@ def test_another_function_for_experts_is_noticed(monkeypatch: pytest.MonkeyPatch
         return usual(*args) / 2  # type: ignore[no-any-return]
 
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "batched_mm", halved)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", lade.PlainDecodingWarning)
-        same_as_generate(model, ONE, accept=0.7, config=EIGHT, **LONG)
+    said = "its experts are computed by your own code"
+    same_as_generate(model, ONE, accept=0.7, config=EIGHT, plainly=said, **LONG)
