@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -105,10 +104,3 @@ def test_a_forked_child_makes_its_own_workers(helpers: set[int]) -> None:
         os._exit(not (product() and len(threads()) == 4))
     assert os.waitpid(child, 0)[1] == 0
     assert product()
-
-
-def test_a_process_ends_while_a_thread_runs_jobs() -> None:
-    code = """import threading, time; from tests.lade.forward.test_workers import *
-workers.num_cores = lambda: 4; torch.set_num_threads(4); product()
-threading.Thread(target=lambda: all(iter(product, None)), daemon=True).start(); time.sleep(0.2)"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
