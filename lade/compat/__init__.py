@@ -178,7 +178,7 @@ def has_hook(module: nn.Module) -> bool:
 def does_nothing(hook: Any) -> bool:
     """Return whether a hook does nothing when text is generated.
 
-    Those of transformers that collect outputs do nothing unless outputs are requested; those that
+    Hooks of transformers that collect outputs do nothing unless outputs are requested. Hooks that
     trainers leave in a model only ask for gradients.
     """
     code = getattr(hook, "__code__", None)

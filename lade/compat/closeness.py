@@ -76,5 +76,5 @@ def difference(mine: Tensor, theirs: Tensor) -> float:
 
 
 def largest(values: Tensor) -> float:
-    """Return the largest absolute value of those that are finite."""
+    """Return the largest absolute value among the finite ones."""
     return float(values.nan_to_num(0.0, 0.0, 0.0).abs().max())

@@ -157,7 +157,7 @@ class Assistant:
         return logits
 
     def _commit(self, num_kept: int) -> None:
-        """Keep the first tokens of those that may be dropped, and drop the others."""
+        """Keep the first of the tokens that may be dropped, and drop the others."""
         self._target.commit([[*range(num_kept)]])
         self._held += self._run[:num_kept]
         self._run = []

@@ -1,10 +1,10 @@
 """Every compiled function of workers: threads without Python that help callers run their jobs.
 
-A caller runs its job whether others come or not; whoever comes takes pieces. All numbers that
-workers look at lie in a pool, whose memory is never freed; that of a job may be freed as soon as
-its caller has closed it. So a worker is inside a job, and its caller waits for it, from when it
-says so in its own line of the pool, and then finds the job's number still open, until it has
-nothing left to do but to wait. While it waits it is outside, and looks at the pool alone.
+A caller runs its job whether or not workers come; workers that come take pieces. All numbers that
+workers look at lie in a pool, whose memory is never freed; a job's memory may be freed as soon as
+its caller has closed it. A worker enters a job by saying so in its own line of the pool and then
+finding the job's number still open. The caller waits for it until the worker leaves, with nothing
+left to do but to wait. A waiting worker is outside all jobs, and looks at the pool alone.
 """
 
 from typing import Any

@@ -44,7 +44,7 @@ _HONOURED = {
 }
 _LINEARS = (nn.Linear, PackedLinear)
 _FEW = 1e-5  # mean square of states that norms are asked about
-_NUM_ASKED = 1001  # numbers of which an activation is asked
+_NUM_ASKED = 1001  # numbers that an activation is tried on
 _OTHER_SUM = "a layer adds something else to its states"
 _NOTHING = (nn.Dropout, nn.Identity)  # these change nothing when a text is generated
 _MIXING = ("q_proj", "k_proj", "v_proj"), ("query", "key", "value")
@@ -262,7 +262,7 @@ class DecoderSizes(NamedTuple):
     num_experts: int  # maximum over layers, as the following
     num_chosen: int  # of a token
     expert_inner: int
-    reach: float  # tokens of a text of which each layer sees all before it, at most
+    reach: float  # tokens of the longest text that every layer sees whole
     factors: Callable[[Tensor], Tensor] | None  # of queries, by positions
     finish: Callable[[Tensor], Tensor]  # from the head's results to logits
 
@@ -378,7 +378,7 @@ def read(model: Model) -> DecoderPlan:
 def _require_spans(
     model: Model, kinds: Sequence[str], spans: Sequence[AttentionSpan | None]
 ) -> None:
-    """Refuse a model whose own masks show other tokens than those that are made for trees."""
+    """Refuse a model whose own masks show other tokens than the masks made for trees."""
     try:
         made = tree_layout(model).spans
     except UnsupportedModelError as error:

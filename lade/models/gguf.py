@@ -255,7 +255,7 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
 
 
 def _shapes_of(path: Path, tensors: dict[str, Stored]) -> dict[str, Any]:
-    """Return shapes by the names of tensors, and the numbers of those that tell angles."""
+    """Return shapes by the names of tensors, and the numbers of tensors that hold angles."""
     found = dict[str, Any]()
     for name, stored in tensors.items():
         found[name] = stored.shape

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: those that transformers makes, with exactly the file's tokens."""
+"""Tokenizers of GGUF files: made by transformers, with exactly the file's tokens."""
 
 import json
 from pathlib import Path

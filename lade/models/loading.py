@@ -135,7 +135,7 @@ def load(
 def _packed(source: str, options: dict[str, Any], tell: Progress) -> Any:
     """Return a model that computes in float32 from the weights of a checkpoint; None if it cannot.
 
-    The reason is told.
+    Progress shows the reason.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

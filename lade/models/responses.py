@@ -91,8 +91,8 @@ class AnswerParser:
         self._parser: ResponseParser | None = ResponseParser(spec, prefix=prompt, tools=tools)
         self.marks = str(template["fields"]).replace("\\", "")
         self._fields, events = spec.fields, self._parser.initial_events
-        # The text that no part tells of yet, first what is the prompt's, and how much of the text
-        # was divided: a call is told of when it is whole.
+        # The text that no part covers yet, which begins with the prompt's, and how much of the text
+        # was divided: a call becomes a part only when it is whole.
         self._text = spec.truncate_past_last_anchor(prompt)
         self._num_of_prompt, self._num_divided = len(self._text), 0
         self._is_calling = self._is_behind_mark = False

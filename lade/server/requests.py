@@ -356,5 +356,5 @@ def _taken_out(part: Any, place: str = "") -> Iterator[tuple[str, bool]]:
             if (value if is_known else name in others) and not isinstance(part, Message):
                 yield f"{place}{name}", is_known
             yield from _taken_out(value, f"{place}{name}.")
-        if not isinstance(part, Message):  # of which the chat template decides
+        if not isinstance(part, Message):  # the chat template decides about their fields
             others.clear()
