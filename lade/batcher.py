@@ -20,6 +20,7 @@ from lade.drafting.drafter import Drafter
 from lade.engine.engine import Engine, EngineFuture
 from lade.hf.api import check_ids, generate
 from lade.hf.pools import Pools
+from lade.probing.profile import computing
 from lade.stats import Step
 from lade.targets.joint import JointForwards
 from ngram_pool.arrays import positive
@@ -265,7 +266,7 @@ def _tokens_that_fit(model: Model) -> int | None:
             num_numbers += 2 * num_key_heads * head_dim
     if num_numbers == 0:
         return None
-    num_bytes = num_numbers * dtype_of(model).itemsize
+    num_bytes = num_numbers * dtype_of(computing(unwrapped(model))).itemsize
     free = _free_bytes(device_of_inputs(unwrapped(model)))
     return None if free is None else max(1, int(_SHARE_OF_MEMORY * free / num_bytes))
 

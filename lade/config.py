@@ -5,6 +5,7 @@ from numbers import Integral
 from typing import Literal, get_args
 
 Acceptance = Literal["exact", "rejection"]
+Arithmetic = Literal["float32", "model"]
 Verification = Literal["tree", "chain", "snapshot", "plain"]
 
 Execution = Literal["eager", "static"]
@@ -52,6 +53,10 @@ class Config:
             used texts go first. 0 keeps nothing.
         uses_kernels: Whether forward passes on a CPU may run by lade's compiled kernels, as a whole
             or layer by layer, if they are faster than torch's.
+        arithmetic: "float32": where a compiled forward pass runs a model on a CPU, calls compute in
+            float32, whatever the weights are stored in; their text is that of
+            `copy.deepcopy(model).float().generate(…)`. "model": models in bfloat16 or float16
+            compute in that, by torch. Other models compute in their own dtype in any case.
         strict_drafter: Whether a drafter's errors and invalid drafts are raised, for authors of
             drafters. Otherwise one warning reports them, and the call continues without drafts.
 
@@ -70,14 +75,15 @@ class Config:
     reuses_prefix: bool = False
     max_prefix_bytes: int = 2**30
     uses_kernels: bool = True
+    arithmetic: Arithmetic = "float32"
     strict_drafter: bool = False
     stable_text: InitVar[object] = None
 
     def __post_init__(self, stable_text: object) -> None:
         if stable_text is not None:
             raise ValueError(
-                "Config(stable_text=…) was removed: in float32 no text depends on drafts, nor in "
-                "half precision by the compiled forward pass on a CPU"
+                "Config(stable_text=…) was removed: the compiled forward pass computes in float32, "
+                "whatever weights are stored in, and there no text depends on drafts"
             )
         if self.execution in _REMOVED:
             raise ValueError(
@@ -99,6 +105,7 @@ class Config:
                 raise TypeError(f"expected Config({each.name}=…) to be a bool, got {got!r}")
         for name, known in (
             ("acceptance", get_args(Acceptance)),
+            ("arithmetic", get_args(Arithmetic)),
             ("verification", (*VERIFICATIONS, None)),
             ("execution", (*get_args(Execution), None)),
         ):

@@ -85,6 +85,8 @@ class DecodeStats:
     has as many row steps as steps. `str` gives a one-line summary, `as_dict` everything.
 
     Attributes:
+        arithmetic: The dtype that the model computed in, such as "float32"; empty if generations
+            differ.
         num_steps: Target forwards after prefill.
         num_row_steps: Steps times rows, unfinished rows only.
         num_draft_tokens: Draft tokens verified.
@@ -123,6 +125,7 @@ class DecodeStats:
     forward_sec: float = 0.0
     verify_sec: float = 0.0
     commit_sec: float = 0.0
+    arithmetic: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -206,7 +209,10 @@ class DecodeStats:
 
     def add(self, other: "DecodeStats") -> None:
         """Add the counts and times of `other`."""
-        apart = {"accepted_by_depth", "sources", "widths"}
+        apart = {"accepted_by_depth", "sources", "widths", "arithmetic"}
+        self.arithmetic = self.arithmetic or other.arithmetic
+        if other.arithmetic not in (None, self.arithmetic):
+            self.arithmetic = ""
         _add(self, other, self.__dataclass_fields__.keys() - apart)
         for name, of_source in other.sources.items():
             self.sources.setdefault(name, SourceStats()).add(of_source)

@@ -8,7 +8,7 @@ must differ.
 
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from itertools import islice
 from operator import is_, is_not
@@ -16,7 +16,9 @@ from types import CellType, FunctionType, MethodType
 from typing import Any, Protocol
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
 
@@ -27,7 +29,10 @@ HOOKS = (
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 )
 
-#: Returns the attributes to change in a module; None to leave it as it is.
+#: Those that are called.
+HOOKED = ("_forward_hooks", "_forward_pre_hooks")
+
+#: Returns the attributes to change in a module, its class among them; None to leave it as it is.
 Change = Callable[[nn.Module], dict[str, Any] | None]
 
 
@@ -38,10 +43,6 @@ class FastViews(Protocol):
     why_not: str | None
     #: Whether weights are packed, which torch would unpack in each forward.
     is_packed: bool
-
-    @property
-    def has_one_way(self) -> bool:
-        """Whether all forwards give a token the same bits, in a dtype where torch's differ."""
 
     def settle(self, by_torch: Callable[[int], Tensor], by_view: Callable[[int], Tensor]) -> None:
         """Hold forwards by a view against the model's own, once, before a text begins.
@@ -118,6 +119,21 @@ def with_decoding_experts(model: Model) -> Model:
     return _with_configs(model, copies)
 
 
+def with_eager_experts(model: Model) -> Model:
+    """Return a view whose experts run one by one; the model itself if they do, or it has none.
+
+    Other implementations run all experts at once, and need their weights in one tensor.
+    """
+    if experts_of(model) <= {"eager"}:
+        return model
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for copied in copies.values():
+        if getattr(copied, "_experts_implementation", None) is not None:
+            copied._experts_implementation = "eager"
+    return _with_configs(model, copies)
+
+
 def with_first_layers(
     model: Model, layers: nn.ModuleList, num_layers: int, *, cuts_cache: bool
 ) -> Model:
@@ -162,7 +178,8 @@ def apart(model: Model) -> Model:
         copied = {name: _copied(each, file, made) for name, each in held.items()}
         for name in HOOKS:
             hooks = vars(module)[name]
-            copied[name] = OrderedDict(zip(hooks, hooks.values(), strict=True))
+            of_twin = isinstance(hooks, HooksOf)
+            copied[name] = hooks.copy() if of_twin else OrderedDict(hooks)
         for name, value in held.items():
             if isinstance(value, RemovableHandle):
                 copied[name] = _handle_in(copied, value, module)
@@ -255,20 +272,39 @@ def _view_of(
     return made[id(module)]
 
 
-class _HooksOf(Mapping[int, Any]):
+class HooksOf(MutableMapping[int, Any]):
     """The hooks of a module for its twin: each hook gets the module, and stores in it.
 
     Torch calls the items; the values are the hooks themselves.
+
+    Args:
+        module: has the hooks.
+        name: of the attribute that has them.
+        dtype: of tensors that hooks get, if the twin computes in float32 and the module does not.
     """
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module, self._hooks = module, vars(module)[name]
+    def __init__(self, module: nn.Module, name: str, dtype: torch.dtype | None = None) -> None:
+        self._module, self._hooks, self._dtype = module, vars(module)[name], dtype
 
     def __getitem__(self, key: int) -> Any:
+        if self._dtype is not None:
+            return partial(_given_narrow, self._hooks[key], self._module, self._dtype)
         return partial(_given, self._hooks[key], self._module)
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        self._hooks[key] = hook
+
+    def __delitem__(self, key: int) -> None:
+        del self._hooks[key]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._hooks)
+
+    def copy(self) -> "HooksOf":
+        """Return the same hooks, to which others may be added."""
+        made = copy.copy(self)
+        made._hooks = OrderedDict(zip(self._hooks, self.values(), strict=True))
+        return made
 
     def __len__(self) -> int:
         return len(self._hooks)
@@ -282,14 +318,42 @@ def _given(hook: Any, module: nn.Module, _: nn.Module, *args: Any) -> Any:
     return hook(module, *args)
 
 
+def _given_narrow(
+    hook: Any, module: nn.Module, dtype: torch.dtype, _: nn.Module, *args: Any
+) -> Any:
+    """Call a hook with tensors of a dtype; what it leaves as it is stays float32."""
+    made: list[tuple[Tensor, Tensor]] = []
+
+    def narrow(each: Any) -> Any:
+        if not isinstance(each, Tensor) or each.dtype is not torch.float32:
+            return each
+        made.append((each, each.to(dtype)))
+        return made[-1][1]
+
+    def wide(each: Any) -> Any:
+        if not isinstance(each, Tensor) or each.dtype is not dtype:
+            return each
+        kept = next((states for states, given in made if given is each), None)
+        return each.float() if kept is None else kept
+
+    given = tree_map(narrow, args)
+    before = [each._version for _, each in made]
+    result = hook(module, *given)
+    for (states, each), version in zip(made, before, strict=True):
+        if each._version != version:  # the hook has written to it
+            states.copy_(each)
+    return tree_map(wide, result)
+
+
 def _twin_of(module: nn.Module, changed: dict[str, Any]) -> nn.Module:
     """Return a copy of a module with some attributes changed and its bound methods rebound."""
-    twin = object.__new__(type(module))
+    twin: nn.Module = object.__new__(changed.get("__class__", type(module)))
     attributes = {**vars(module), **changed}
-    for name in ("_forward_hooks", "_forward_pre_hooks"):
+    attributes.pop("__class__", None)
+    for name in HOOKED:
         # Without hooks, twin and module share the empty dict, which torch looks into at each call.
         if name not in changed and attributes[name] and isinstance(attributes[name], dict):
-            attributes[name] = _HooksOf(module, name)
+            attributes[name] = HooksOf(module, name)
     for name, value in attributes.items():
         if callable(value) and name != "generate":  # which no forward calls
             attributes[name] = referring(value, {id(module): twin})

@@ -17,6 +17,7 @@ from lade.drafters.runner import Assistant, plan_for
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.errors import UnsupportedModelError
 from lade.probing.factory import VerificationPlan
+from lade.probing.profile import computing
 
 #: Options of transformers for how many tokens are drafted.
 LENGTH_OPTIONS = (
@@ -164,7 +165,8 @@ class AssistantModel(ModelDrafter):
                 f"another vocabulary, of {mine} tokens beside {theirs}, and no tokenizers were "
                 "given to translate between them"
             )
-        return self.model, plan_for(self.model)
+        model = computing(self.model)
+        return model, plan_for(model)
 
     def _generator(
         self, assistant: Any, input_ids: Tensor, processors: LogitsProcessorList

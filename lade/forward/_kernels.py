@@ -2,7 +2,7 @@
 
 All threads run the same phases in the same order. A phase is divided into pieces of work; each
 thread takes pieces until none is left, and goes on when all are done. So a thread that comes late,
-or not at all, delays no other. Results of a phase are rounded wherever torch would store them.
+or not at all, delays no other. All numbers are float32, whatever weights are stored in.
 """
 
 import math
@@ -18,17 +18,11 @@ from lade.forward import words as w
 from lade.forward._experts import group, leave_groups, select
 from lade.forward._packed import STRIP
 from lade.forward._tiles import (
-    BFLOAT16,
     BLOCK,
     DEPTH,
-    DOTS,
     FEATURES,
-    FLOAT16,
     FLOAT32,
-    HAS_AMX,  # noqa: F401 — of the CPU
-    HAS_DOTS,
     LANES,
-    PER_LINE,
     add_products,
     add_rows,
     call_compiled,
@@ -56,18 +50,6 @@ _FLOAT = ir.FloatType()
 _F = np.float32
 
 _summing = compiled_with(fastmath=_FAST)
-
-
-@instruction(types.float32, types.uint16)
-def _from_half(builder: Any, bits: Any) -> Any:
-    """Return the float32 of a float16's bits."""
-    return builder.fpext(builder.bitcast(bits, ir.HalfType()), _FLOAT)
-
-
-@instruction(types.uint16, types.float32)
-def _to_half(builder: Any, number: Any) -> Any:
-    """Return the bits of a float32 as float16."""
-    return builder.bitcast(builder.fptrunc(number, ir.HalfType()), ir.IntType(16))
 
 
 @instruction(types.float32)
@@ -110,97 +92,6 @@ def _number(words, index):  # type: ignore[no-untyped-def]
     return _as_float(np.int32(words[index]))
 
 
-@compiled
-def _round(row, format_):  # type: ignore[no-untyped-def]
-    """Round float32 to a format, to the nearest, ties to even."""
-    if format_ == BFLOAT16:
-        bits = numba.carray(pointer(row.ctypes.data), (len(row),), np.uint32)
-        for i in range(len(bits)):
-            odd = (bits[i] >> np.uint32(16)) & np.uint32(1)
-            bits[i] = (bits[i] + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
-    elif format_ == FLOAT16:
-        for i in range(len(row)):
-            row[i] = _from_half(_to_half(row[i]))
-
-
-@compiled
-def _load(address, row, format_):  # type: ignore[no-untyped-def]
-    """Widen numbers of a format to float32."""
-    size = len(row)
-    if format_ == FLOAT32:
-        _copy(_row(address, size), row)
-        return
-    narrow = numba.carray(pointer(address), (size,), np.uint16)
-    if format_ == FLOAT16:
-        for i in range(size):
-            row[i] = _from_half(narrow[i])
-    else:
-        bits = numba.carray(pointer(row.ctypes.data), (size,), np.uint32)
-        for i in range(size):
-            bits[i] = np.uint32(narrow[i]) << np.uint32(16)
-
-
-@compiled
-def _add_from(address, start, row, format_):  # type: ignore[no-untyped-def]
-    """Add numbers of a format, from `start` on, to a row."""
-    if format_ == FLOAT32:
-        numbers = _row(address + 4 * start, len(row))
-        for i in range(len(row)):
-            row[i] += numbers[i]
-        return
-    narrow = numba.carray(pointer(address + 2 * start), (len(row),), np.uint16)
-    for i in range(len(row)):
-        half = _from_half(narrow[i])
-        wide = _as_float(np.int32(np.uint32(narrow[i]) << np.uint32(16)))
-        row[i] += half if format_ == FLOAT16 else wide
-
-
-@compiled
-def _store(row, address, format_):  # type: ignore[no-untyped-def]
-    """Store float32 numbers that are already rounded to a format."""
-    size = len(row)
-    if format_ == FLOAT32:
-        _copy(row, _row(address, size))
-        return
-    narrow = numba.carray(pointer(address), (size,), np.uint16)
-    if format_ == FLOAT16:
-        for i in range(size):
-            narrow[i] = _to_half(row[i])
-    else:
-        bits = numba.carray(pointer(row.ctypes.data), (size,), np.uint32)
-        for i in range(size):
-            narrow[i] = np.uint16(bits[i] >> np.uint32(16))
-
-
-@compiled
-def _arrange(row, address, start, whole, arranged):  # type: ignore[no-untyped-def]
-    """Put numbers, from `start` on in a row of `whole`, in the order of matrix products."""
-    size = len(row)
-    if arranged == w.NARROW:
-        _store(row, address + 2 * start, BFLOAT16)
-        return
-    target = _row(address, whole)
-    if arranged == w.PLAIN:
-        _copy(row, _row(address + 4 * start, size))
-        return
-    num_paired = whole // PER_LINE * PER_LINE
-    if start % (2 * LANES) == 0:  # of whole pairs of vectors, firsts and then seconds
-        until = min(size, num_paired - start) // (2 * LANES) * (2 * LANES)
-        for first in range(0, until, 2 * LANES):
-            for i in range(LANES):
-                target[start + first + i] = row[first + 2 * i]
-                target[start + first + LANES + i] = row[first + 2 * i + 1]
-    else:
-        until = 0
-    for i in range(until, size):
-        index = start + i
-        if index < num_paired:
-            within = index % (2 * LANES)
-            target[index - within + within // 2 + within % 2 * LANES] = row[i]
-        else:
-            target[index] = row[i]
-
-
 @_summing
 def _sum(row):  # type: ignore[no-untyped-def]
     total = _F(0)
@@ -218,29 +109,26 @@ def _sum_of_squares(row, mean):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _normalize(row, of, out, wide, format_):  # type: ignore[no-untyped-def]
-    """Normalize a row as LayerNorm or RMSNorm do; `wide` is scratch of the same size."""
+def _normalize(row, of, out):  # type: ignore[no-untyped-def]
+    """Normalize a row as LayerNorm or RMSNorm do."""
     size, flags = _F(len(row)), of[w.FLAGS]
     mean = _sum(row) / size if flags & w.CENTERS else _F(0)
     factor = _F(1) / np.sqrt(_sum_of_squares(row, mean) / size + _number(of, w.EPS))
     for i in range(len(row)):
         out[i] = (row[i] - mean) * factor
-    if flags & w.ROUNDS:
-        _round(out, format_)
     if of[w.NORM_WEIGHT] != 0:
-        _load(of[w.NORM_WEIGHT], wide, format_)
+        weight = _row(of[w.NORM_WEIGHT], len(row))
         one = _F(1) if flags & w.ADDS_ONE else _F(0)
         for i in range(len(row)):
-            out[i] = out[i] * (wide[i] + one)
+            out[i] = out[i] * (weight[i] + one)
     if of[w.NORM_BIAS] != 0:
-        _load(of[w.NORM_BIAS], wide, format_)
+        bias = _row(of[w.NORM_BIAS], len(row))
         for i in range(len(row)):
-            out[i] = out[i] + wide[i]
-    _round(out, format_)
+            out[i] = out[i] + bias[i]
 
 
 @compiled
-def _turn(row, cos, sin, straight, turned, how, format_):  # type: ignore[no-untyped-def]
+def _turn(row, cos, sin, straight, turned, how):  # type: ignore[no-untyped-def]
     """Turn the first numbers of a head by the angles of its position."""
     size = len(cos)
     half = size // 2
@@ -258,12 +146,8 @@ def _turn(row, cos, sin, straight, turned, how, format_):  # type: ignore[no-unt
         for i in range(half):
             turned[2 * i] = -row[2 * i + 1] * sin[2 * i]
             turned[2 * i + 1] = row[2 * i] * sin[2 * i + 1]
-    if not how & w.WIDE:
-        _round(straight[:size], format_)
-        _round(turned[:size], format_)
     for i in range(size):
         row[i] = straight[i] + turned[i]
-    _round(row[:size], format_)
 
 
 # The following functions are compiled without fast math: neither the length of a vector nor its end
@@ -408,15 +292,9 @@ def _largest(scores):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _take_query(source, target, format_, scaling):  # type: ignore[no-untyped-def]
-    """Scale a query, and arrange it in the order of tiles: with bfloat16, pairs apart."""
-    size = len(source)
-    num_paired = size // PER_LINE * PER_LINE if format_ == BFLOAT16 else 0
-    for start in range(0, num_paired, 2 * LANES):
-        for i in range(start, start + LANES):
-            target[i] = source[2 * i - start] * scaling
-            target[i + LANES] = source[2 * i - start + 1] * scaling
-    for i in range(num_paired, size):
+def _take_query(source, target, scaling):  # type: ignore[no-untyped-def]
+    """Scale a query."""
+    for i in range(len(source)):
         target[i] = source[i] * scaling
 
 
@@ -493,17 +371,11 @@ def _hide(scores, sees):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _are_finite(address, num, format_):  # type: ignore[no-untyped-def]
-    """Return whether no number of a format is infinite or NaN."""
-    most = np.int32(0)
-    if format_ == FLOAT32:
-        highest = np.int32(0x7F800000)
-        for bits in numba.carray(pointer(address), (num,), np.int32):
-            most = max(most, np.int32(bits & highest))
-    else:
-        highest = np.int32(0x7F80 if format_ == BFLOAT16 else 0x7C00)
-        for narrow in numba.carray(pointer(address), (num,), np.uint16):
-            most = max(most, np.int32(narrow & highest))
+def _are_finite(address, num):  # type: ignore[no-untyped-def]
+    """Return whether no number is infinite or NaN."""
+    most, highest = np.int32(0), np.int32(0x7F800000)
+    for bits in numba.carray(pointer(address), (num,), np.int32):
+        most = max(most, np.int32(bits & highest))
     return most < highest
 
 
@@ -539,22 +411,6 @@ def described(g, number):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _straighten(address, start, row, whole, arranged):  # type: ignore[no-untyped-def]
-    """Undo `_arrange` for bfloat16, from `start` on, a multiple of DEPTH."""
-    if arranged == w.NARROW:
-        _load(address + 2 * start, row, BFLOAT16)
-        return
-    num_paired = min(len(row), whole // PER_LINE * PER_LINE - start) // (2 * LANES) * (2 * LANES)
-    source = _row(address + 4 * start, len(row))
-    for first in range(0, num_paired, 2 * LANES):
-        for i in range(LANES):
-            row[first + 2 * i] = source[first + i]
-            row[first + 2 * i + 1] = source[first + LANES + i]
-    for i in range(num_paired, len(row)):
-        row[i] = source[i]
-
-
-@compiled
 def _multiply_packed(inputs, num_inputs, num_rows, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
     """Add some columns of a product with a packed weight; see `_packed.product_of`."""
     strip = (out + out_step * (num_rows + 1) + 63) // 64 * 64
@@ -576,7 +432,8 @@ def _add_across(g, format_, inputs, weights, results, size, totals):  # type: ig
     """Add products with weights whose columns lie side by side, input by input.
 
     Each is an address, and bytes from one row to the next; inputs also have a number of rows, of
-    `size` numbers, and weights of columns. `totals` is memory for BLOCK numbers, one for each row.
+    `size` numbers, and weights of columns, in a format. `totals` is memory for BLOCK numbers, one
+    for each row.
     """
     (x, x_step, num_rows), (weight, step, num) = inputs, weights
     # Few at once: a power of 2 apart, more would push each other out of the first cache.
@@ -587,59 +444,41 @@ def _add_across(g, format_, inputs, weights, results, size, totals):  # type: ig
 
 
 @compiled
-def _multiply_across(g, format_, inputs, num_inputs, num_rows, of, first, num, out, out_step):  # type: ignore[no-untyped-def]
+def _multiply_across(g, inputs, num_inputs, num_rows, of, first, num, out, out_step):  # type: ignore[no-untyped-def]
     """Add some columns of a product with a weight whose columns lie side by side, input by input.
 
-    Sums run along the columns, and take inputs in the order in which they are arranged.
+    Sums run along the columns.
     """
-    step, result = of[w.ACROSS], (out, out_step)
+    format_ = of[w.ROW_BYTES]
     weight = of[w.WEIGHT] + (4 if format_ == FLOAT32 else 2) * first
     # The kernel also sums the inputs themselves; those sums are not used.
     totals = (out + out_step * num_rows + 63) // 64 * 64
-    num_paired = num_inputs // PER_LINE * PER_LINE if g[w.ARRANGED] == w.PAIRS else 0
-    for k in range(0, num_paired, 2 * LANES):
-        for turn in range(2):
-            x = inputs + 4 * (k + LANES * turn), 4 * num_inputs, num_rows
-            values = weight + step * (k + turn), 2 * step, LANES
-            add_rows(g, format_, x, values, result, num, totals)
-    x = inputs + 4 * num_paired, 4 * num_inputs, num_rows
-    rest = weight + step * num_paired, step, num
-    _add_across(g, format_, x, rest, result, num_inputs - num_paired, totals)
+    x = inputs, 4 * num_inputs, num_rows
+    _add_across(g, format_, x, (weight, of[w.ACROSS], num), (out, out_step), num_inputs, totals)
 
 
 @compiled
-def _multiply(g, format_, inputs, num_inputs, num_rows, of, first, until, out, out_step, to):  # type: ignore[no-untyped-def]
-    """Write some columns of a matrix product, plus bias, rounded to a format."""
-    num, width = until - first, 4 if format_ == FLOAT32 else 2
-    weight = of[w.WEIGHT] + width * first * num_inputs
+def _multiply(g, inputs, num_inputs, num_rows, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
+    """Write some columns of a matrix product, plus bias."""
+    num = until - first
     for row in range(num_rows):
         _fill(_row(out + out_step * row, num), _F(0))
     if of[w.PACKED] != 0:
         _multiply_packed(inputs, num_inputs, num_rows, of, first, until, out, out_step)
     elif of[w.ACROSS] != 0:
-        _multiply_across(g, format_, inputs, num_inputs, num_rows, of, first, num, out, out_step)
-    elif format_ != g[w.FORMAT] and g[w.ARRANGED] != w.PLAIN:
-        straight, of_input = out + out_step * num_rows, 2 if g[w.ARRANGED] == w.NARROW else 4
-        for row in range(num_rows):
-            for k in range(0, num_inputs, DEPTH):
-                size = min(DEPTH, num_inputs - k)
-                given = inputs + of_input * num_inputs * row
-                _straighten(given, k, _row(straight, size), num_inputs, g[w.ARRANGED])
-                weights = weight + width * k, width * num_inputs, num
-                add_products(g, format_, (straight, 0, 1), weights, (out + out_step * row, 0), size)
+        _multiply_across(g, inputs, num_inputs, num_rows, of, first, num, out, out_step)
     else:
-        kind, of_input, depth = format_, 4, DEPTH
-        if g[w.ARRANGED] == w.NARROW:
-            kind, of_input, depth = DOTS, 2, num_inputs
-        for k in range(0, num_inputs, depth):
-            x = inputs + of_input * k, of_input * num_inputs, num_rows
-            weights = weight + width * k, width * num_inputs, num
-            add_products(g, kind, x, weights, (out, out_step), min(depth, num_inputs - k))
-    for row in range(num_rows):
-        numbers = _row(out + out_step * row, num)
-        if of[w.BIAS] != 0:
-            _add_from(of[w.BIAS], first, numbers, format_)
-        _round(numbers, to)
+        weight = of[w.WEIGHT] + 4 * first * num_inputs
+        for k in range(0, num_inputs, DEPTH):
+            x = inputs + 4 * k, 4 * num_inputs, num_rows
+            weights = weight + 4 * k, 4 * num_inputs, num
+            add_products(g, x, weights, (out, out_step), min(DEPTH, num_inputs - k))
+    if of[w.BIAS] != 0:
+        bias = _row(of[w.BIAS] + 4 * first, num)
+        for row in range(num_rows):
+            numbers = _row(out + out_step * row, num)
+            for i in range(num):
+                numbers[i] += bias[i]
 
 
 @inlined
@@ -654,8 +493,7 @@ def _write_between(g, phase, inputs, num_inputs, num_rows, first, until, scratch
             start = (piece - num_before) * _UNIT
             stop = min(start + _UNIT, of[w.NUM_COLUMNS])
             given = inputs, num_inputs, num_rows
-            to = of[w.OF_ADDED]
-            _multiply(g, to, *given, of, start, stop, scratch, out_step, to)
+            _multiply(g, *given, of, start, stop, scratch, out_step)
             for row in range(num_rows):
                 target = g[w.BETWEEN] + 4 * (g[w.BETWEEN_SIZE] * row + of[w.START] + start)
                 _copy(_row(scratch + out_step * row, stop - start), _row(target, stop - start))
@@ -667,23 +505,19 @@ def _write_between(g, phase, inputs, num_inputs, num_rows, first, until, scratch
 
 @inlined
 def _add_low_rank(g, of, num_rows, first, until, out, out_step, scratch):  # type: ignore[no-untyped-def]
-    """Add the low-rank additions to some columns of a product, rounded as by torch."""
-    num, format_, is_wide = until - first, g[w.FORMAT], False
+    """Add the low-rank additions to some columns of a product."""
+    num = until - first
     added = numba.carray(pointer(g[w.ADDITIONS]), (of[w.END_ADDED], w.LAYER_SIZE), np.int64)
     sums = _row(scratch, num)
     for number in range(of[w.FIRST_ADDED], of[w.END_ADDED]):
         addition = added[number]
-        of_added, rank = addition[w.OF_ADDED], addition[w.NUM_COLUMNS]
-        width, times = 4 if of_added == FLOAT32 else 2, _number(addition, w.TIMES)
+        rank, times = addition[w.NUM_COLUMNS], _number(addition, w.TIMES)
         # Ranks are small: sums run along the columns, for which the factor is turned.
-        row_of_second = _row(scratch + 4 * _MOST_COLUMNS, rank)
-        address = scratch + 4 * (_MOST_COLUMNS + rank)
-        second = numba.carray(pointer(address), (rank, num), np.float32)
+        second = numba.carray(pointer(scratch + 4 * _MOST_COLUMNS), (rank, num), np.float32)
         for i in range(num):
-            _load(addition[w.SECOND] + width * (first + i) * rank, row_of_second, of_added)
+            row_of_second = _row(addition[w.SECOND] + 4 * (first + i) * rank, rank)
             for k in range(rank):
                 second[k, i] = row_of_second[k]
-        is_wide = is_wide or of_added != format_
         for row in range(num_rows):
             _fill(sums, _F(0))
             start = g[w.BETWEEN] + 4 * (g[w.BETWEEN_SIZE] * row + addition[w.START])
@@ -692,16 +526,12 @@ def _add_low_rank(g, of, num_rows, first, until, out, out_step, scratch):  # typ
                 for i in range(num):
                     sums[i] += between[k] * second[k, i]
             if addition[w.SECOND + w.BIAS] != 0:
-                _add_from(addition[w.SECOND + w.BIAS], first, sums, of_added)
-            _round(sums, of_added)
-            for i in range(num):
-                sums[i] = sums[i] * times
-            _round(sums, of_added)
+                bias = _row(addition[w.SECOND + w.BIAS] + 4 * first, num)
+                for i in range(num):
+                    sums[i] += bias[i]
             numbers = _row(out + out_step * row, num)
             for i in range(num):
-                numbers[i] = numbers[i] + sums[i]
-            if not is_wide or number == of[w.END_ADDED] - 1:
-                _round(numbers, format_)
+                numbers[i] += sums[i] * times
 
 
 @inlined
@@ -715,12 +545,12 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
         given: address of the inputs, and number of inputs in a row.
         products: PRODUCT_SIZE numbers for each product.
         result: use of the columns, and their address. TO_ROWS: float32 [rows, num_all], product
-            after product. TO_LOGITS: the same in the job's format. TO_INNER: inner states of an
-            MLP, the first product activated and multiplied by the second.
+            after product. TO_INNER: inner states of an MLP, the first product activated and
+            multiplied by the second. TO_INPUTS: the product activated and multiplied by inputs.
         num_all: number of columns.
         scratch: the thread's scratch memory.
     """
-    format_, (inputs, num_inputs), (kind, target) = g[w.FORMAT], given, result
+    (inputs, num_inputs), (kind, target) = given, result
     most = _MOST_COLUMNS // 2 if kind == w.TO_INNER else _MOST_COLUMNS
     step, out_step = _share(num_all, g[w.NUM_THREADS], _UNIT, most), 4 * _MOST_COLUMNS
     beside = scratch + num_rows * out_step
@@ -742,14 +572,13 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
                 before += of[w.NUM_COLUMNS]
             if first < until:
                 x = inputs, num_inputs, num_rows
-                _multiply(g, format_, *x, of, first, until, out, out_step, format_)
+                _multiply(g, *x, of, first, until, out, out_step)
                 if of[w.FIRST_ADDED] < of[w.END_ADDED]:
                     _add_low_rank(g, of, num_rows, first, until, out, out_step, beside)
         for row in range(num_rows):
             numbers = _row(scratch + out_step * row, stop - start)
             if kind == w.TO_INNER or kind == w.TO_INPUTS:
                 _activate(numbers, layer[w.ACTIVATION], wide)
-                _round(numbers, format_)
                 beside_it = scratch + out_step * row + out_step // 2
                 if kind == w.TO_INPUTS:
                     beside_it = layer[w.INPUTS] + 4 * (num_all * row + start)
@@ -757,13 +586,7 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
                     others = _row(beside_it, stop - start)
                     for i in range(stop - start):
                         numbers[i] = numbers[i] * others[i]
-                    _round(numbers, format_)
-                width = 2 if g[w.ARRANGED] == w.NARROW else 4
-                _arrange(numbers, target + width * num_all * row, start, num_all, g[w.ARRANGED])
-            else:
-                of_row = FLOAT32 if kind == w.TO_ROWS else format_
-                width = 4 if of_row == FLOAT32 else 2
-                _store(numbers, target + width * (num_all * row + start), of_row)
+            _copy(numbers, _row(target + 4 * (num_all * row + start), stop - start))
         num_done += stop - start
         start = take(phase, step)
     end(g, phase, num_done, num_all)
@@ -772,51 +595,48 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
 @compiled
 def _add_to_states(g, layer, norm, token, scratch):  # type: ignore[no-untyped-def]
     """Add the result of attention, MLP or inputs to a token's states, after its norm if any."""
-    size, format_ = g[w.HIDDEN], g[w.FORMAT]
+    size = g[w.HIDDEN]
     states, added = _row(g[w.STATES] + 4 * size * token, size), _row(scratch, size)
     given = _row(g[w.ADDED] + 4 * size * token, size)
-    of, wide = layer[norm : norm + w.NORM_SIZE], _row(scratch + 4 * size, size)
+    of = layer[norm : norm + w.NORM_SIZE]
     if of[w.FLAGS] & w.IS_NORM:
-        _normalize(given, of, added, wide, format_)
+        _normalize(given, of, added)
     else:
         _copy(given, added)
     factor = _number(layer, w.FACTOR)
     if factor != _F(1):
         for i in range(size):
             added[i] = added[i] * factor
-        _round(added, format_)
     for i in range(size):
         states[i] = states[i] + added[i]
-    _round(states, format_)
     last = w.OF_MLP if norm == w.POST_MLP else w.OF_ATTENTION
     of = layer[last : last + w.NORM_SIZE]
     if norm != w.POST_INPUTS and of[w.FLAGS] & w.IS_NORM:
-        _normalize(states, of, added, wide, format_)
+        _normalize(states, of, added)
         _copy(added, states)
     if layer[w.SCALAR] != 0 and norm == (w.POST_INPUTS if layer[w.INPUT_SIZE] > 0 else w.POST_MLP):
-        scalar = _row(scratch, 1)
-        _load(layer[w.SCALAR], scalar, format_)
+        scalar = _row(layer[w.SCALAR], 1)[0]
         for i in range(size):
-            states[i] = states[i] * scalar[0]
-        _round(states, format_)
+            states[i] = states[i] * scalar
 
 
 @compiled
-def _norm_states(g, of, token, index, scratch):  # type: ignore[no-untyped-def]
-    """Arrange a token's states, after a norm if there is one, as inputs of the next product."""
+def _norm_states(g, of, token, index):  # type: ignore[no-untyped-def]
+    """Write a token's states, after a norm if there is one, as inputs of the next product."""
     size = g[w.HIDDEN]
-    states, normed = _row(g[w.STATES] + 4 * size * token, size), _row(scratch, size)
+    states, normed = (
+        _row(g[w.STATES] + 4 * size * token, size),
+        _row(g[w.NORMED] + 4 * size * index, size),
+    )
     if of[w.FLAGS] & w.IS_NORM:
-        _normalize(states, of, normed, _row(scratch + 4 * size, size), g[w.FORMAT])
+        _normalize(states, of, normed)
     else:
         _copy(states, normed)
-    width = 2 if g[w.ARRANGED] == w.NARROW else 4
-    _arrange(normed, g[w.NORMED] + width * size * index, 0, size, g[w.ARRANGED])
 
 
 @inlined
 def _run_states(g, phase, tokens, layer, norm, of, is_parallel, scratch):  # type: ignore[no-untyped-def]
-    """Add the result of the last phase to the states, and arrange them for the next phase.
+    """Add the result of the last phase to the states, and write inputs of the next phase.
 
     Args:
         g, phase: the job, and the address of the phase.
@@ -835,7 +655,7 @@ def _run_states(g, phase, tokens, layer, norm, of, is_parallel, scratch):  # typ
         for index in range(start, stop):
             for turn in range(2):
                 if (turn == 0) == is_parallel:
-                    _norm_states(g, of, tokens[index], index, scratch)
+                    _norm_states(g, of, tokens[index], index)
                 elif norm >= 0:
                     _add_to_states(g, layer, norm, tokens[index], scratch)
         num_done += stop - start
@@ -857,7 +677,7 @@ def _write_head(g, head, layer, caches, part, token, scratch):  # type: ignore[n
         scratch: the thread's scratch memory.
     """
     num_heads, num_key_heads = layer[w.NUM_HEADS], layer[w.NUM_KEY_HEADS]
-    of_key, format_ = layer[w.HEAD_SIZE], g[w.FORMAT]
+    of_key = layer[w.HEAD_SIZE]
     row = g[w.MIXED] + 4 * layer[w.MIXED_SIZE] * token
     is_query, is_value = head < num_heads, head >= num_heads + num_key_heads
     number = head if is_query else (head - num_heads) % num_key_heads
@@ -875,11 +695,10 @@ def _write_head(g, head, layer, caches, part, token, scratch):  # type: ignore[n
         num = num_heads if is_query else num_key_heads
         whole = _row(row + 4 * first * size, num * size)
         normed = _row(scratch + 4 * size, num * size)
-        wide = _row(scratch + 4 * (1 + num) * size, num * size)
-        _normalize(whole, of, normed, wide, format_)
+        _normalize(whole, of, normed)
         _copy(normed[number * size : (number + 1) * size], out)
     elif flags & w.IS_NORM and not flags & w.AFTER_TURN:
-        _normalize(given, of, out, _row(scratch + 4 * size, size), format_)
+        _normalize(given, of, out)
     else:
         _copy(given, out)
     num_turned = 0 if is_value else layer[w.TURNED]
@@ -891,30 +710,27 @@ def _write_head(g, head, layer, caches, part, token, scratch):  # type: ignore[n
             _row(scratch + 4 * size, size),
             _row(scratch + 8 * size, size),
             layer[w.TURN],
-            format_,
         )
     if flags & w.AFTER_TURN:
         turned = _row(scratch + 4 * size, size)
         _copy(out, turned)
-        _normalize(turned, of, out, _row(scratch + 8 * size, size), format_)
+        _normalize(turned, of, out)
     if is_query:
         if layer[w.SCALED] != 0:
             factor = _row(g[w.FACTORS] + 4 * token, 1)[0]
             for i in range(size):
                 out[i] = out[i] * factor
-            _round(out, format_)
         _copy(out, _row(g[w.QUERIES] + 4 * (num_heads * token + head) * size, size))
     else:
         factor = _number(layer, w.VALUE_FACTOR)
         if is_value and factor != _F(1):
             for i in range(size):
                 out[i] = out[i] * factor
-            _round(out, format_)
         cache = caches[part[0]]
         first, step = (w.VALUES, w.VALUE_HEAD) if is_value else (w.KEYS, w.KEY_HEAD)
         slot = cache[w.NUM_KEYS] - part[2] + part[1]
         target = cache[first] + number * cache[step]
-        _store(out, target + (4 if format_ == FLOAT32 else 2) * slot * size, format_)
+        _copy(out, _row(target + 4 * slot * size, size))
 
 
 @inlined
@@ -942,8 +758,7 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
 
     Without a mask, a token sees the tokens before it and itself.
     """
-    format_, num_sharing = g[w.FORMAT], layer[w.NUM_HEADS] // layer[w.NUM_KEY_HEADS]
-    width, num_rows = 4 if format_ == FLOAT32 else 2, stop - start
+    num_sharing, num_rows = layer[w.NUM_HEADS] // layer[w.NUM_KEY_HEADS], stop - start
     of_key, size, more = layer[w.HEAD_SIZE], layer[w.RESULT_SIZE], layer[w.MORE_SIZE]
     whole = of_key + more
     scores = numba.carray(pointer(scratch), (_MOST_ROWS, BLOCK), np.float32)
@@ -960,14 +775,13 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
         token, query = divmod(start + row, num_sharing)
         index = (part[w.FIRST] + token) * layer[w.NUM_HEADS] + head * num_sharing + query
         given = _row(g[w.QUERIES] + 4 * index * whole, whole)
-        _take_query(given[:of_key], queries[row, :of_key], format_, scaling)
-        _take_query(given[of_key:], queries[row, of_key:], format_, scaling)
+        for i in range(whole):
+            queries[row, i] = given[i] * scaling
         _fill(sums[row], _F(0))
         peaks[row] = -np.inf
         if layer[w.SINKS] != 0:
-            sink = layer[w.SINKS] + width * (head * num_sharing + query)
-            _load(sink, totals[row : row + 1], format_)
-            totals[row], peaks[row] = _power(totals[row])
+            sink = _row(layer[w.SINKS] + 4 * (head * num_sharing + query), 1)[0]
+            totals[row], peaks[row] = _power(sink)
     mask, num_before = part[w.MASK], cache[w.NUM_KEYS] - part[w.NUM_NEW]
     num_seen = cache[w.NUM_KEYS]
     if mask == 0:
@@ -979,12 +793,12 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
         for row in range(num_rows):
             _fill(scores[row], _F(0))
         x, result = (queries.ctypes.data, 4 * whole, num_rows), (scores.ctypes.data, 4 * BLOCK)
-        of_keys = keys + width * key * of_key, width * of_key, num
-        add_products(g, format_, x, of_keys, result, of_key)
+        of_keys = keys + 4 * key * of_key, 4 * of_key, num
+        add_products(g, x, of_keys, result, of_key)
         if more > 0:
             x = queries.ctypes.data + 4 * of_key, 4 * whole, num_rows
-            of_keys = values + width * key * more, width * more, num
-            add_products(g, format_, x, of_keys, result, more)
+            of_keys = values + 4 * key * more, 4 * more, num
+            add_products(g, x, of_keys, result, more)
         for row in range(num_rows):
             of_row, token = scores[row], (start + row) // num_sharing
             if softcap != _F(0):
@@ -1007,11 +821,11 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
                 num_hidden += num - until
             _fill(of_row[until:], -_F(np.inf))
             _weigh(of_row, peaks[row : row + 1], totals[row : row + 1], sums[row])
-        of_values = (values if more == 0 else keys) + width * key * size
-        if num_hidden == 0 or _are_finite(of_values, num * size, format_):
+        of_values = (values if more == 0 else keys) + 4 * key * size
+        if num_hidden == 0 or _are_finite(of_values, num * size):
             targets = (sums.ctypes.data, 4 * size), size, totals.ctypes.data
             weights = scores.ctypes.data, 4 * BLOCK, num_rows
-            add_rows(g, format_, weights, (of_values, width * size, num), *targets)
+            add_rows(g, FLOAT32, weights, (of_values, 4 * size, num), *targets)
             continue
         for row in range(num_rows):  # a weight of 0 times an infinite hidden value is NaN
             token = (start + row) // num_sharing
@@ -1022,10 +836,9 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
                     sees_it = numba.carray(pointer(of_token), (num,), np.uint8)[i] != 0
                 if sees_it:
                     weight = scores.ctypes.data + 4 * (BLOCK * row + i), 0, 1
-                    value = of_values + width * i * size, 0, 1
+                    value = of_values + 4 * i * size, 0, 1
                     targets = (sums[row].ctypes.data, 0), size, totals.ctypes.data + 4 * row
-                    add_rows(g, format_, weight, value, *targets)
-    width = 2 if g[w.ARRANGED] == w.NARROW else 4
+                    add_rows(g, FLOAT32, weight, value, *targets)
     for row in range(num_rows):
         # A row that sees no key is 0, as torch has it.
         total = totals[row] if totals[row] != _F(0) else _F(1)
@@ -1037,19 +850,16 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
             index = (part[w.FIRST] + token) * layer[w.NUM_HEADS] + query
             _copy(sums[row], _row(g[w.QUERIES] + 4 * index * whole, size))
             continue
-        _round(sums[row], format_)
-        target = g[w.ATTENDED] + width * layer[w.ATTENDED_SIZE] * (part[w.FIRST] + token)
+        target = g[w.ATTENDED] + 4 * layer[w.ATTENDED_SIZE] * (part[w.FIRST] + token)
         if layer[w.FIRST_GATE] >= 0:
             first = size * (layer[w.FIRST_GATE] + layer[w.QUERY_STEP] * query)
             index = layer[w.MIXED_SIZE] * (part[w.FIRST] + token) + first
             gate = queries[row]
             _copy(_row(g[w.MIXED] + 4 * index, size), gate)
             _sigmoid(gate)
-            _round(gate, format_)
             for i in range(size):
                 sums[row, i] = sums[row, i] * gate[i]
-            _round(sums[row], format_)
-        _arrange(sums[row], target, query * size, layer[w.ATTENDED_SIZE], g[w.ARRANGED])
+        _copy(sums[row], _row(target + 4 * query * size, size))
 
 
 @inlined
@@ -1091,12 +901,11 @@ def run_attention(address: Any) -> None:
 
 
 @compiled
-def _taps_of(layer, start, num, format_, memory):  # type: ignore[no-untyped-def]
-    """Return the weights of some channels [TAPS, num], in a memory of twice their size."""
+def _taps_of(layer, start, num, memory):  # type: ignore[no-untyped-def]
+    """Return the weights of some channels [TAPS, num], in a memory of their size."""
     taps = layer[w.TAPS]
-    lying, width = _row(memory, num * taps), 4 if format_ == FLOAT32 else 2
-    _load(layer[w.CONVOLUTION] + width * start * taps, lying, format_)
-    weights = numba.carray(pointer(memory + 4 * num * taps), (taps, num), np.float32)
+    lying = _row(layer[w.CONVOLUTION] + 4 * start * taps, num * taps)
+    weights = numba.carray(pointer(memory), (taps, num), np.float32)
     for tap in range(taps):
         for i in range(num):
             weights[tap, i] = lying[i * taps + tap]
@@ -1104,45 +913,43 @@ def _taps_of(layer, start, num, format_, memory):  # type: ignore[no-untyped-def
 
 
 @compiled
-def _convolve_slot(layer, weights, inputs, slot, row, sums, format_):  # type: ignore[no-untyped-def]
+def _convolve_slot(layer, weights, inputs, slot, row, sums):  # type: ignore[no-untyped-def]
     """Write inputs of some channels into the cache, and what a convolution makes of the last ones.
 
     Args:
         layer, weights: of `_taps_of`.
         inputs: address of the first slot, number of all channels, and the first of these.
         slot: of the new inputs.
-        row: these, rounded; is overwritten.
+        row: these.
         sums: the results.
-        format_: of the cache.
     """
     (keys, size, start), (taps, num) = inputs, weights.shape
-    width = 4 if format_ == FLOAT32 else 2
-    _store(row, keys + width * (size * slot + start), format_)
+    _copy(row, _row(keys + 4 * (size * slot + start), num))
     _fill(sums, _F(0))
     for tap in range(max(taps - 1 - slot, 0), taps):  # before the text are zeros
-        _load(keys + width * (size * (slot - taps + 1 + tap) + start), row, format_)
+        given = _row(keys + 4 * (size * (slot - taps + 1 + tap) + start), num)
         for i in range(num):
-            sums[i] += weights[tap, i] * row[i]
+            sums[i] += weights[tap, i] * given[i]
     if layer[w.CONVOLUTION_BIAS] != 0:
-        _add_from(layer[w.CONVOLUTION_BIAS], start, sums, format_)
-    _round(sums, format_)
+        bias = _row(layer[w.CONVOLUTION_BIAS] + 4 * start, num)
+        for i in range(num):
+            sums[i] += bias[i]
 
 
 @inlined
 def _convolve(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyped-def]
-    """Write the inputs of a short convolution into the cache, and arrange its gated results.
+    """Write the inputs of a short convolution into the cache, and its gated results.
 
     A piece is some channels of all tokens; channels do not depend on each other.
     """
-    size, format_, taps = g[w.HIDDEN], g[w.FORMAT], layer[w.TAPS]
-    of_result = 2 if g[w.ARRANGED] == w.NARROW else 4
+    size, taps = g[w.HIDDEN], layer[w.TAPS]
     step = _share(size, g[w.NUM_THREADS], _UNIT, _MOST_COLUMNS)
     start, num_done = take(phase, step), 0
     while start < size:
         num = min(step, size - start)
-        weights = _taps_of(layer, start, num, format_, scratch)
-        row = _row(scratch + 8 * num * taps, num)
-        sums = _row(scratch + 4 * num * (2 * taps + 1), num)
+        weights = _taps_of(layer, start, num, scratch)
+        row = _row(scratch + 4 * num * taps, num)
+        sums = _row(scratch + 4 * num * (taps + 1), num)
         for part in range(g[w.NUM_PARTS]):
             num_new = parts[part, w.NUM_NEW]
             for new in range(num_new):
@@ -1152,16 +959,13 @@ def _convolve(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyp
                 second = _row(mixed + 4 * size * layer[w.FIRST_VALUE], num)
                 for i in range(num):
                     row[i] = first[i] * second[i]
-                _round(row, format_)
                 slot = caches[part, w.NUM_KEYS] - num_new + new
                 inputs = caches[part, w.KEYS], size, start
-                _convolve_slot(layer, weights, inputs, slot, row, sums, format_)
+                _convolve_slot(layer, weights, inputs, slot, row, sums)
                 gate = _row(mixed + 4 * size * layer[w.FIRST_QUERY], num)
                 for i in range(num):
                     sums[i] = sums[i] * gate[i]
-                _round(sums, format_)
-                target = g[w.ATTENDED] + of_result * size * token
-                _arrange(sums, target, start, size, g[w.ARRANGED])
+                _copy(sums, _row(g[w.ATTENDED] + 4 * (size * token + start), num))
         num_done += num
         start = take(phase, step)
     end(g, phase, num_done, size)
@@ -1185,8 +989,7 @@ def _score_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     """Write the scores of a layer's router, and the gate of its shared expert."""
     num_rows, num_experts = g[w.NUM_TOKENS], of[w.ROUTER + w.NUM_COLUMNS]
     num_all, out_step = num_experts + of[w.SHARED_GATE + w.NUM_COLUMNS], 4 * _MOST_COLUMNS
-    x, format_ = (g[w.NORMED], g[w.HIDDEN], num_rows), g[w.FORMAT]
-    to = format_ if of[w.ROUTING] & w.ROUNDS_SCORES else FLOAT32
+    x = g[w.NORMED], g[w.HIDDEN], num_rows
     step = _share(num_all, g[w.NUM_THREADS], 4, _UNIT)
     start, num_done = take(phase, step), 0
     while start < num_all:
@@ -1194,10 +997,10 @@ def _score_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
         middle = max(start, min(stop, num_experts))
         if start < middle:
             router = of[w.ROUTER : w.ROUTER + w.PRODUCT_SIZE]
-            _multiply(g, of[w.OF_ROUTER], *x, router, start, middle, scratch, out_step, to)
+            _multiply(g, *x, router, start, middle, scratch, out_step)
         if middle < stop:
             target, gate = scratch + 4 * (middle - start), of[w.SHARED_GATE : w.NUM_CHOSEN]
-            _multiply(g, format_, *x, gate, 0, 1, target, out_step, format_)
+            _multiply(g, *x, gate, 0, 1, target, out_step)
         for row in range(num_rows):
             target = g[w.SCORES] + 4 * (g[w.SCORES_SIZE] * row + start)
             _copy(_row(scratch + out_step * row, stop - start), _row(target, stop - start))
@@ -1207,7 +1010,7 @@ def _score_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _mix(raw, chosen, shares, left, near, of, format_):  # type: ignore[no-untyped-def]
+def _mix(raw, chosen, shares, left, near, of):  # type: ignore[no-untyped-def]
     """Choose one expert after another; each shares its weight with the rest that score like it."""
     _copy(raw, left)
     for number in range(len(chosen)):
@@ -1216,11 +1019,7 @@ def _mix(raw, chosen, shares, left, near, of, format_):  # type: ignore[no-untyp
             best = i if left[i] > left[best] else best
         most = left[best]
         for i in range(len(left)):
-            near[i] = most - raw[i]
-        _round(near, format_)
-        for i in range(len(left)):
-            near[i] = near[i] / max(abs(raw[i]), most)
-        _round(near, format_)
+            near[i] = (most - raw[i]) / max(abs(raw[i]), most)
         for i in range(len(left)):
             if left[i] > -np.inf and not near[i] > _number(of, w.ADDED_TO_SUM):
                 total += _exponential(left[i] - most)
@@ -1240,13 +1039,11 @@ def _choose(g, of, token, scratch):  # type: ignore[no-untyped-def]
         _softmax(scores)
     elif of[w.WEIGHS] == w.BY_SIGMOID:
         _sigmoid(scores)
-    if routing & w.ROUNDS_WEIGHED:
-        _round(scores, g[w.FORMAT])
     _copy(raw[:num] if routing & w.SELECTS_RAW else scores, values)
     if of[w.CORRECTION] != 0:
-        _load(of[w.CORRECTION], wide, of[w.OF_CORRECTION])
+        correction = _row(of[w.CORRECTION], num)
         for i in range(num):
-            values[i] = values[i] + wide[i]
+            values[i] = values[i] + correction[i]
     num_groups = of[w.NUM_SETS]
     if num_groups > 0:
         leave_groups(values, wide[:num_groups], order[:num_groups], of[w.NUM_SETS_CHOSEN])
@@ -1254,7 +1051,7 @@ def _choose(g, of, token, scratch):  # type: ignore[no-untyped-def]
     chosen = numba.carray(pointer(g[w.CHOSEN] + 8 * first), (num_chosen,), np.int64)
     shares = _row(g[w.SHARES] + 4 * first, num_chosen)
     if of[w.WEIGHS] == w.BY_MIXING:
-        _mix(raw[:num], chosen, shares, values, wide, of, g[w.FORMAT])
+        _mix(raw[:num], chosen, shares, values, wide, of)
     else:
         select(values, order, num_chosen, routing & w.IS_SORTED != 0)
         for i in range(num_chosen):
@@ -1262,18 +1059,13 @@ def _choose(g, of, token, scratch):  # type: ignore[no-untyped-def]
     if of[w.WEIGHS] == w.BY_SOFTMAX_OF_CHOSEN:
         _softmax(shares)
     if routing & w.IS_SUMMED:
-        wide[0] = max(_sum(shares) + _number(of, w.ADDED_TO_SUM), _F(1e-20))
-        if routing & w.ROUNDS_WEIGHED:
-            _round(wide[:1], g[w.FORMAT])
+        total = max(_sum(shares) + _number(of, w.ADDED_TO_SUM), _F(1e-20))
         for i in range(num_chosen):
-            shares[i] = shares[i] / wide[0]
+            shares[i] = shares[i] / total
     for i in range(num_chosen):
         shares[i] = shares[i] * _number(of, w.SHARE)
-    if routing & w.ROUNDS_SHARES:
-        _round(shares, g[w.FORMAT])
     if of[w.SHARED_GATE + w.WEIGHT] != 0:
         _sigmoid(raw[num:])
-        _round(raw[num:], g[w.FORMAT])
 
 
 @inlined
@@ -1330,52 +1122,44 @@ def _add_gathered(g, of, tokens, begin, num, out, out_step, memory):  # type: ig
         memory: memory for DEPTH numbers of each of these states, and DEPTH more, or STRIP + 16 if
             weights are packed.
     """
-    size, width, (expert, column) = g[w.HIDDEN], 4 if g[w.FORMAT] == FLOAT32 else 2, begin
-    whole, is_across = 2 * of[w.EXPERT_INNER], of[w.LIES] & w.LIE_ACROSS != 0
+    size, (expert, column), format_ = g[w.HIDDEN], begin, of[w.OF_STACKS]
+    whole, width = 2 * of[w.EXPERT_INNER], 4 if format_ == FLOAT32 else 2
     first = of[w.EXPERT_GATE_UP] + width * size * whole * expert
-    kind, of_input = (DOTS, 2) if g[w.ARRANGED] == w.NARROW else (g[w.FORMAT], 4)
     part, row_in_part = divmod(column, of[w.EXPERT_INNER])  # gate and up
     for k in range(0, size, DEPTH):
         depth = min(DEPTH, size - k)
         for number in range(len(tokens)):
-            given = g[w.NORMED] + of_input * size * tokens[number]
-            if is_across and g[w.ARRANGED] != w.PLAIN:
-                row = _row(memory + 4 * DEPTH * number, depth)
-                _straighten(given, k, row, size, g[w.ARRANGED])
-            else:
-                row = _row(given + of_input * k, of_input * depth // 4)
-                _copy(row, _row(memory + of_input * DEPTH * number, len(row)))
-        if is_across:
-            x, totals = (memory, 4 * DEPTH, len(tokens)), memory + 4 * DEPTH * len(tokens)
+            row = _row(g[w.NORMED] + 4 * (size * tokens[number] + k), depth)
+            _copy(row, _row(memory + 4 * DEPTH * number, depth))
+        x, rest = (memory, 4 * DEPTH, len(tokens)), memory + 4 * DEPTH * len(tokens)
+        if of[w.LIES] & w.LIE_ACROSS:
             weights = first + width * (whole * k + column), width * whole, num
-            _add_across(g, g[w.FORMAT], x, weights, (out, out_step), depth, totals)
+            _add_across(g, format_, x, weights, (out, out_step), depth, rest)
         elif of[w.GATE_PACKED] != 0:
-            x, packed = (memory, 4 * DEPTH, len(tokens)), (of[w.GATE_PACKED + part], k, size)
-            row_bytes, address = of[w.GATE_ROW + part], of[w.EXPERT_UP]
-            address = address if part == 1 else of[w.EXPERT_GATE_UP]
-            address += row_bytes * (of[w.EXPERT_INNER] * expert + row_in_part)
-            columns, strip = (address, row_bytes, num), memory + 4 * DEPTH * len(tokens)
-            _add_packed(packed, x, columns, (out, out_step), depth, strip)
+            packed, row_bytes = (of[w.GATE_PACKED + part], k, size), of[w.GATE_ROW + part]
+            if of[w.EXPERT_UP] == 0:  # rows of gate and up are one stack
+                address = of[w.EXPERT_GATE_UP] + row_bytes * (whole * expert + column)
+            else:
+                address = of[w.EXPERT_UP] if part == 1 else of[w.EXPERT_GATE_UP]
+                address += row_bytes * (of[w.EXPERT_INNER] * expert + row_in_part)
+            _add_packed(packed, x, (address, row_bytes, num), (out, out_step), depth, rest)
         else:
-            x = memory, of_input * DEPTH, len(tokens)
-            weights = first + width * (size * column + k), width * size, num
-            add_products(g, kind, x, weights, (out, out_step), depth)
+            weights = first + 4 * (size * column + k), 4 * size, num
+            add_products(g, x, weights, (out, out_step), depth)
 
 
 @compiled
-def _end_products(address, start, rows, num, format_):  # type: ignore[no-untyped-def]
-    """Round rows of sums, and add biases from `start` on to them if these have an address."""
+def _add_biases(address, start, rows, num):  # type: ignore[no-untyped-def]
+    """Add biases from `start` on to rows of sums, if these have an address."""
     out, out_step, num_rows = rows
-    for row in range(num_rows):
-        numbers = _row(out + out_step * row, num)
-        _round(numbers, format_)
-        if address != 0:
-            _add_from(address, start, numbers, format_)
-            _round(numbers, format_)
+    for row in range(num_rows if address != 0 else 0):
+        numbers, biases = _row(out + out_step * row, num), _row(address + 4 * start, num)
+        for i in range(num):
+            numbers[i] += biases[i]
 
 
 @compiled
-def _multiply_gated(of, gate, up, wide, format_):  # type: ignore[no-untyped-def]
+def _multiply_gated(of, gate, up, wide):  # type: ignore[no-untyped-def]
     """Bound and activate the gates of an expert, and multiply them by what goes up, in place."""
     bound, alpha, added = _number(of, w.BOUND), _number(of, w.ALPHA), _number(of, w.ADDED_TO_UP)
     for i in range(len(gate)):
@@ -1384,21 +1168,16 @@ def _multiply_gated(of, gate, up, wide, format_):  # type: ignore[no-untyped-def
     if of[w.GATING] == w.SWISH:
         for i in range(len(gate)):
             wide[i] = gate[i] * alpha
-        _round(wide, format_)
         _sigmoid(wide)
-        _round(wide, format_)
         for i in range(len(gate)):
             gate[i] = gate[i] * wide[i]
     else:
         _activate(gate, of[w.GATING], wide)
-    _round(gate, format_)
     if added != _F(0):
         for i in range(len(gate)):
             up[i] = up[i] + added
-        _round(up, format_)
     for i in range(len(gate)):
         gate[i] = gate[i] * up[i]
-    _round(gate, format_)
 
 
 @compiled
@@ -1413,10 +1192,8 @@ def _inner_at_once(g, of, num_hit, num_rows):  # type: ignore[no-untyped-def]
 @inlined
 def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     """Write the inner states of all choices, expert by expert."""
-    inner, format_, lies = of[w.EXPERT_INNER], g[w.FORMAT], of[w.LIES]
+    inner, lies = of[w.EXPERT_INNER], of[w.LIES]
     num_hit, ends, tokens, _, scratch = _grouped(g, of, scratch)
-    arranged = w.PLAIN if lies & w.LIE_ACROSS else g[w.ARRANGED]
-    of_input = 2 if arranged == w.NARROW else 4
     piece, num_before, num_done = take(phase, 1), 0, 0
     # A late thread may have grouped the choices of the next layer: the first one tells all others
     # how many pieces there are. A thread that has a piece has grouped the right choices.
@@ -1448,7 +1225,7 @@ def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
                 out, begin = scratch + out_step // 2 * part, (expert, column)
                 _add_gathered(g, of, tokens[first:until], begin, columns, out, out_step, memory)
                 start_of_bias, rows = 2 * inner * expert + column, (out, out_step, num_rows)
-                _end_products(of[w.GATE_UP_BIAS], start_of_bias, rows, columns, format_)
+                _add_biases(of[w.GATE_UP_BIAS], start_of_bias, rows, columns)
             for row in range(num_rows):
                 gate = _row(scratch + out_step * row, num)
                 up = _row(scratch + out_step * row + out_step // 2, num)
@@ -1457,9 +1234,8 @@ def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
                     for i in range(num):
                         gate[i], wide[i] = both[2 * i], both[2 * i + 1]
                     _copy(wide, up)
-                _multiply_gated(of, gate, up, wide, format_)
-                target = g[w.OF_EXPERTS] + of_input * inner * (first + row)
-                _arrange(gate, target, start, inner, arranged)
+                _multiply_gated(of, gate, up, wide)
+                _copy(gate, _row(g[w.OF_EXPERTS] + 4 * (inner * (first + row) + start), num))
             num_done += 1
             piece = take(phase, 1)
         num_before += num_pieces if num_rows > 0 else 0
@@ -1477,7 +1253,7 @@ def _add_out_of_expert(g, of, expert, choices, start, num, out, totals):  # type
         out: address of the results, which are zeros.
         totals: memory for BLOCK numbers and one for each choice, or STRIP + 16 of packed weights.
     """
-    size, inner, format_, (first, until) = g[w.HIDDEN], of[w.EXPERT_INNER], g[w.FORMAT], choices
+    size, inner, format_, (first, until) = g[w.HIDDEN], of[w.EXPERT_INNER], of[w.OF_STACKS], choices
     width, rows = 4 if format_ == FLOAT32 else 2, (out, 4 * num, until - first)
     weight = of[w.EXPERT_DOWN] + width * size * inner * expert
     if of[w.LIES] & w.LIE_ACROSS:
@@ -1491,13 +1267,11 @@ def _add_out_of_expert(g, of, expert, choices, start, num, out, totals):  # type
             packed, weights = (of[w.DOWN_PACKED], k, inner), (weight, of[w.DOWN_ROW], num)
             _add_packed(packed, x, weights, (out, 4 * num), min(DEPTH, inner - k), totals)
     else:
-        kind, of_input = (DOTS, 2) if g[w.ARRANGED] == w.NARROW else (format_, 4)
         for k in range(0, inner, DEPTH):
-            address = g[w.OF_EXPERTS] + of_input * (inner * first + k)
-            x = address, of_input * inner, until - first
-            weights = weight + width * (start * inner + k), width * inner, num
-            add_products(g, kind, x, weights, (out, 4 * num), min(DEPTH, inner - k))
-    _end_products(of[w.DOWN_BIAS], size * expert + start, rows, num, format_)
+            x = g[w.OF_EXPERTS] + 4 * (inner * first + k), 4 * inner, until - first
+            weights = weight + 4 * (start * inner + k), 4 * inner, num
+            add_products(g, x, weights, (out, 4 * num), min(DEPTH, inner - k))
+    _add_biases(of[w.DOWN_BIAS], size * expert + start, rows, num)
 
 
 @inlined
@@ -1506,7 +1280,7 @@ def _run_out_of_experts(g, phase, layer, of, scratch):  # type: ignore[no-untype
 
     The results are added in the order of the token's choices, so other tokens change no bit.
     """
-    size, format_, num_chosen = g[w.HIDDEN], g[w.FORMAT], of[w.NUM_CHOSEN]
+    size, num_chosen = g[w.HIDDEN], of[w.NUM_CHOSEN]
     _, ends, _, slots, scratch = _grouped(g, of, scratch)
     num_rows = len(slots)
     most = _MOST_COLUMNS if num_rows <= _FEW_CHOICES else _UNIT
@@ -1530,12 +1304,7 @@ def _run_out_of_experts(g, phase, layer, of, scratch):  # type: ignore[no-untype
                 result = _row(scratch + 4 * num * slots[choice], num)
                 share = _row(g[w.SHARES] + 4 * choice, 1)[0]
                 for i in range(num):
-                    result[i] = result[i] * share
-                if of[w.ROUTING] & w.ROUNDS_SHARES:
-                    _round(result, format_)
-                for i in range(num):
-                    sums[i] += result[i]
-            _round(sums, format_)
+                    sums[i] += result[i] * share
             added = _row(g[w.ADDED] + 4 * (size * token + start), num)
             if layer[w.INNER_SIZE] > 0:
                 if of[w.SHARED_GATE + w.WEIGHT] != 0:
@@ -1543,10 +1312,8 @@ def _run_out_of_experts(g, phase, layer, of, scratch):  # type: ignore[no-untype
                     gate = _row(g[w.SCORES] + 4 * index, 1)[0]
                     for i in range(num):
                         added[i] = added[i] * gate
-                    _round(added, format_)
                 for i in range(num):
                     sums[i] = sums[i] + added[i]
-                _round(sums, format_)
             _copy(sums, added)
         num_done += num
         start = take(phase, step)
@@ -1622,7 +1389,7 @@ def run_forward(address: Any) -> None:
             products, result = layer[w.QUERY : w.MORE + w.PRODUCT_SIZE], (w.TO_ROWS, g[w.ADDED])
             if is_end:
                 num_rows, num_all = g[w.NUM_KEPT], g[w.VOCAB_SIZE]
-                products, result = g[w.HEAD : w.HEAD + w.PRODUCT_SIZE], (w.TO_LOGITS, g[w.LOGITS])
+                products, result = g[w.HEAD : w.HEAD + w.PRODUCT_SIZE], (w.TO_ROWS, g[w.LOGITS])
             elif step == 1:
                 num_all, result = layer[w.MIXED_SIZE], (w.TO_ROWS, g[w.MIXED])
             elif step == 4:
@@ -1644,11 +1411,6 @@ def run_forward(address: Any) -> None:
         else:
             has_run = False
         phase = next_phase((slot, own, number_of_job), phase) if has_run else phase + 256
-
-
-def may_dot(width: int) -> bool:
-    """Return whether products over so many bfloat16 may run by pairs: rows of whole lines."""
-    return HAS_DOTS and width % PER_LINE == 0
 
 
 def scratch_size(
@@ -1675,7 +1437,8 @@ def scratch_size(
         of_results += BLOCK + num_tokens + 2 * _WIDE
         of_experts = 5 * (num_experts + 1) + 4 * num_choices + max(of_inner, of_results)
     of_convolution = 2 * (taps + 1) * _MOST_COLUMNS
-    of_latents = (of_latents + 1) * num_tokens + of_latents + 2 * BLOCK if of_latents > 0 else 0
+    if of_latents > 0:
+        of_latents = (of_latents + 1) * (num_tokens + 1) + 2 * BLOCK + STRIP + 16
     of_mixing = max(of_attention, of_convolution, of_recurrence, of_latents)
     most = max(of_rows, of_products, of_experts, of_mixing)
     return -(-4 * most // 4096) * 4096

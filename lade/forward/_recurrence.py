@@ -14,13 +14,10 @@ import numpy as np
 
 from lade.forward import words as w
 from lade.forward._kernels import (
-    _arrange,
     _convolve_slot,
     _copy,
     _fill,
-    _load,
     _normalize,
-    _round,
     _row,
     _sigmoid,
     _silu,
@@ -29,7 +26,7 @@ from lade.forward._kernels import (
     described,
     given_to_job,
 )
-from lade.forward._tiles import FLOAT32, compiled, inlined, job, pointer, take
+from lade.forward._tiles import compiled, inlined, job, pointer, take
 from lade.forward._workers import end, wait_within
 
 _F = np.float32
@@ -57,7 +54,7 @@ def _convolve_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignor
 
     A piece is a head of one of them, of all tokens.
     """
-    num_keys, of_key, format_ = of[w.KEY_HEADS], of[w.KEY_SIZE], g[w.FORMAT]
+    num_keys, of_key = of[w.KEY_HEADS], of[w.KEY_SIZE]
     num_values, of_value, taps = of[w.VALUE_HEADS], of[w.VALUE_SIZE], layer[w.TAPS]
     num_heads, num_done, head = 2 * num_keys + num_values, 0, take(phase, 1)
     all_keys = num_keys * of_key
@@ -65,20 +62,18 @@ def _convolve_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignor
         kind = min(head // num_keys, 2)
         number, num = head - kind * num_keys, of_value if kind == 2 else of_key
         start = of[w.CHANNELS + kind] + number * num
-        weights = _taps_of(layer, start, num, format_, scratch)
-        row = _row(scratch + 8 * num * taps, num)
-        sums = _row(scratch + 4 * num * (2 * taps + 1), num)
+        weights = _taps_of(layer, start, num, scratch)
+        sums = _row(scratch + 4 * num * taps, num)
         for part in range(g[w.NUM_PARTS]):
             num_new, cache = parts[part, w.NUM_NEW], caches[part]
             for new in range(num_new):
                 token = parts[part, w.FIRST] + new
                 column = layer[w.MIXED_SIZE] * token + _column(of, kind, number, num)
-                _copy(_row(g[w.MIXED] + 4 * column, num), row)
+                row = _row(g[w.MIXED] + 4 * column, num)
                 slot = cache[w.NUM_KEYS] - num_new + new
                 inputs = cache[w.KEYS], 2 * all_keys + num_values * of_value, start
-                _convolve_slot(layer, weights, inputs, slot, row, sums, format_)
+                _convolve_slot(layer, weights, inputs, slot, row, sums)
                 _silu(sums)
-                _round(sums, format_)
                 if kind < 2 and of[w.IS_DELTA] != 0:
                     length = np.sqrt(_sum_of_squares(sums, _F(0)) + _EPS)
                     scale = _F(1) if kind == 1 else _F(1) / np.sqrt(_F(of_key))
@@ -96,25 +91,19 @@ def _convolve_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignor
 
 
 @compiled
-def _write_gates(g, mixed, of, head, gates, row):  # type: ignore[no-untyped-def]
+def _write_gates(mixed, of, head, gates, row):  # type: ignore[no-untyped-def]
     """Write how much of its state a head keeps with a token, and how much it takes."""
-    of_decays, width = of[w.OF_DECAYS], 4 if of[w.OF_DECAYS] == FLOAT32 else 2
     is_delta, number = of[w.IS_DELTA] != 0, row[:1]
-    to = FLOAT32 if is_delta else g[w.FORMAT]
-    _load(of[w.DECAY_BIASES] + width * head, number, of_decays)
-    _round(number, to)
+    row[0] = _row(of[w.DECAY_BIASES] + 4 * head, 1)[0]
     row[0] += _row(mixed + 4 * _column(of, 5, head, 1), 1)[0]
-    _round(number, to)
     softened = math.log1p(math.exp(min(row[0], _MOST_SOFTENED)))
     row[0] = row[0] if row[0] > _MOST_SOFTENED else softened
-    _round(number, to)
     gates[1] = row[0]
-    _load(of[w.DECAYS] + width * head, number, of_decays)
-    gates[0] = _F(math.exp(-math.exp(row[0]) * gates[1]))
+    decay = _row(of[w.DECAYS] + 4 * head, 1)[0]
+    gates[0] = _F(math.exp(-math.exp(decay) * gates[1]))
     if is_delta:
         row[0] = _row(mixed + 4 * _column(of, 4, head, 1), 1)[0]
         _sigmoid(number)
-        _round(number, g[w.FORMAT])
         gates[1] = row[0]
 
 
@@ -147,7 +136,7 @@ def _advance(state, key, value, gates, change, is_delta):  # type: ignore[no-unt
 @compiled
 def _give(g, layer, of, head, token, state, value, sums):  # type: ignore[no-untyped-def]
     """Write what a state gives for a token's query over the values of MIXED."""
-    size, num, format_ = of[w.KEY_SIZE], of[w.VALUE_SIZE], g[w.FORMAT]
+    size, num = of[w.KEY_SIZE], of[w.VALUE_SIZE]
     number = head // (of[w.VALUE_HEADS] // of[w.KEY_HEADS])
     query = _row(g[w.QUERIES] + 4 * size * (of[w.KEY_HEADS] * token + number), size)
     _fill(sums, _F(0))
@@ -157,27 +146,25 @@ def _give(g, layer, of, head, token, state, value, sums):  # type: ignore[no-unt
             sums[i] = sums[i] + row[i] * times
     result = _row(g[w.MIXED] + 4 * (layer[w.MIXED_SIZE] * token + _column(of, 2, head, num)), num)
     if of[w.IS_DELTA] != 0:
-        _round(sums, format_)
         _copy(sums, result)
         return
-    width = 4 if of[w.OF_DECAYS] == FLOAT32 else 2
-    _load(of[w.SKIPS] + width * head, result[:1], of[w.OF_DECAYS])
-    factor = result[0]
+    factor = _row(of[w.SKIPS] + 4 * head, 1)[0]
     for i in range(num):
         result[i] = sums[i] + value[i] * factor
 
 
 @compiled
-def _arrange_results(g, layer, of, token, first, scratch):  # type: ignore[no-untyped-def]
-    """Arrange a token's results of the heads that share a norm, from `first` on, as it gives them.
+def _write_results(g, layer, of, token, first, scratch):  # type: ignore[no-untyped-def]
+    """Write a token's results of the heads that share a norm, from `first` on, as it gives them.
 
     A delta net has its gate behind the norm, and weights for one head.
     """
-    size, num_heads, format_ = of[w.VALUE_SIZE], of[w.NUM_NORMED], g[w.FORMAT]
+    size, num_heads = of[w.VALUE_SIZE], of[w.NUM_NORMED]
     num, mixed = size * num_heads, g[w.MIXED] + 4 * layer[w.MIXED_SIZE] * token
     results, gates = _row(scratch, num), _row(scratch + 4 * num, num)
-    normed, wide = _row(scratch + 8 * num, num), _row(scratch + 12 * num, num)
-    norm = numba.carray(pointer(scratch + 16 * num), (w.NORM_SIZE,), np.int64)
+    norm = numba.carray(pointer(scratch + 8 * num), (w.NORM_SIZE,), np.int64)
+    start_of_token = layer[w.ATTENDED_SIZE] * token + first * size
+    normed = _row(g[w.ATTENDED] + 4 * start_of_token, num)
     for i in range(w.NORM_SIZE):
         norm[i] = layer[w.QUERY_NORM + i]
     for head in range(num_heads):
@@ -187,18 +174,14 @@ def _arrange_results(g, layer, of, token, first, scratch):  # type: ignore[no-un
         _copy(_row(mixed + 4 * _column(of, 3, first + head, size), size), gates[start:end])
     _silu(gates)
     if of[w.IS_DELTA] != 0:
-        _normalize(results, norm, normed, wide, format_)
+        _normalize(results, norm, normed)
         for i in range(num):
             normed[i] = normed[i] * gates[i]
-        _round(normed, format_)
     else:
         for i in range(num):
             results[i] = results[i] * gates[i]
-        norm[w.NORM_WEIGHT] += (4 if format_ == FLOAT32 else 2) * size * first
-        _normalize(results, norm, normed, wide, format_)
-    whole, width = layer[w.ATTENDED_SIZE], 2 if g[w.ARRANGED] == w.NARROW else 4
-    target = g[w.ATTENDED] + width * whole * token
-    _arrange(normed, target, first * size, whole, g[w.ARRANGED])
+        norm[w.NORM_WEIGHT] += 4 * size * first
+        _normalize(results, norm, normed)
 
 
 @inlined
@@ -228,12 +211,12 @@ def _run_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignore[no-
             token = parts[part, w.FIRST] + slot - first_new
             if slot >= first_new:
                 mixed = g[w.MIXED] + 4 * layer[w.MIXED_SIZE] * token
-                _write_gates(g, mixed, of, head, gates, change)
+                _write_gates(mixed, of, head, gates, change)
             _advance(state, key, value, gates, change, is_delta)
             if slot >= first_new:
                 _give(g, layer, of, head, token, state, value, change)
                 if of[w.NUM_NORMED] == 1:
-                    _arrange_results(g, layer, of, token, head, memory)
+                    _write_results(g, layer, of, token, head, memory)
         if cache[w.UNTIL] == cache[w.NUM_KEYS]:
             _copy(whole, brought)
         num_done += 1
@@ -246,7 +229,7 @@ def _run_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignore[no-
         num_all, piece = num_norms * g[w.NUM_TOKENS], take(phase + 128, 1)
         while piece < num_all:
             token, number = divmod(piece, num_norms)
-            _arrange_results(g, layer, of, token, of[w.NUM_NORMED] * number, scratch)
+            _write_results(g, layer, of, token, of[w.NUM_NORMED] * number, scratch)
             num_done += 1
             piece = take(phase + 128, 1)
         end(g, phase + 128, num_done, num_all)

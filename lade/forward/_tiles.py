@@ -2,12 +2,12 @@
 
 y = x · Wᵀ. Each weight is read once, and used for all rows while it is in the cache. Meanwhile the
 next weights are prefetched, because memory is slower than cores here. Each sum runs along a row of
-the weight as the model stores it, so no weight is packed and no copy can go stale. Numbers of 16
-bits are widened in registers and summed in float32.
+the weight as the model stores it, so no weight is packed and no copy can go stale. Weights are
+float32 here (`_packed.py` has all others), and values also of 16 bits, widened in registers.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -33,14 +33,12 @@ compiled_with = partial(
 compiled, inlined = compiled_with(), compiled_with(inline="always")
 _one_by_one = threading.RLock()
 
-# Formats of weights. Inputs are in float32, except for DOTS, products of pairs of bfloat16.
-FLOAT32, BFLOAT16, FLOAT16, DOTS = range(4)
+# Formats of values.
+FLOAT32, BFLOAT16, FLOAT16 = range(3)
 
 llvmlite.binding.initialize_native_asmparser()
 FEATURES = llvmlite.binding.get_host_cpu_features()
 LANES = 16 if FEATURES.get("avx512f") else 8
-HAS_DOTS = LANES == 16 and bool(FEATURES.get("avx512bf16"))
-HAS_AMX = bool(FEATURES.get("amx-bf16"))  # which torch uses
 # A tile is the sums of ROWS rows and COLUMNS columns, held in registers: AVX-512 has 32, AVX2 16. A
 # vector that is loaded once serves several products. DEPTH inputs of each row, as many as fit into
 # the first-level cache, are summed at once.
@@ -51,11 +49,10 @@ _VECTORS = 4 if LANES == 16 else 2  # vectors of values whose sums fit into regi
 # half faster than no prefetch, and 16 no faster, if each row lies in another page.
 _OF_ONE, _AHEAD = 8, 8
 _LINE = 64  # bytes of a cache line
-PER_LINE = _LINE // 2  # bfloat16
 
 _INT16, _INT32, _INT64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FLOATS = ir.VectorType(_FLOAT, LANES)
-_WIDTHS = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}  # bytes of a weight
+_WIDTHS = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}  # bytes of a value
 _STORED = {FLOAT32: _FLOAT, BFLOAT16: _INT16, FLOAT16: ir.HalfType()}
 
 
@@ -112,28 +109,25 @@ def call_compiled(builder: Any, of: Any) -> None:
 def _tile(builder: Any, of: Any) -> None:
     """Add the products of inputs and weights to a tile of the results.
 
-    Each format and tile size has its LLVM instructions, written here one by one: a compiler of
-    loops finds neither the sums to keep in registers nor the moments to prefetch.
+    Each tile size has its LLVM instructions, written here one by one: a compiler of loops finds
+    neither the sums to keep in registers nor the moments to prefetch.
 
     Args:
         builder: LLVM's.
-        of: format of the weights; number of rows (1 to ROWS) and of columns (COLUMNS, or 1 for a
-            single row); address of the first input, and bytes from one row to the next; address of
-            the first weight, and bytes from one column to the next; address of the first result,
-            and bytes from one row to the next; number of inputs; index of this tile among the tiles
-            of the same columns, and their number.
+        of: number of rows (1 to ROWS) and of columns (COLUMNS, or 1 for a single row); address of
+            the first input, and bytes from one row to the next; address of the first weight, and
+            bytes from one column to the next; address of the first result, and bytes from one row
+            to the next; number of inputs; index of this tile among the tiles of the same columns,
+            and their number.
     """
-    format_, num_rows, num_columns, *given = cgutils.unpack_tuple(builder, of)
+    num_rows, num_columns, *given = cgutils.unpack_tuple(builder, of)
     size = builder.add(builder.mul(num_rows, _INT64(8)), num_columns)
     sizes = [(rows, COLUMNS) for rows in range(1, ROWS + 1)] + [(1, 1)]
     cases = {
-        64 * of_format + 8 * rows + columns: partial(
-            _Tile(builder, of_format, rows, columns).add, given
-        )
-        for of_format in (*_WIDTHS, *[DOTS] * HAS_DOTS)
+        8 * rows + columns: partial(_write_tile, builder, range(rows), range(columns), given)
         for rows, columns in sizes
     }
-    by_case(builder, builder.add(builder.mul(format_, _INT64(64)), size), cases)
+    by_case(builder, size, cases)
 
 
 def by_case(builder: Any, number: Any, cases: Mapping[int, Callable[[], object]]) -> None:
@@ -149,85 +143,41 @@ def by_case(builder: Any, number: Any, cases: Mapping[int, Callable[[], object]]
     builder.position_at_end(end)
 
 
-class _Tile:
-    """Writes the code of a tile of one size."""
+def _write_tile(build: Any, rows: range, columns: range, given: Any) -> None:
+    """Write the code of a tile of one size; `given` is the rest of the tuple of `_tile`."""
+    x, x_step, w, w_step, out, out_step, size, part, num_parts = given
+    num = _LINE // 4
+    inputs = [build.add(x, build.mul(x_step, _INT64(row))) for row in rows]
+    weights = [build.add(w, build.mul(w_step, _INT64(column))) for column in columns]
+    # Each tile of these columns prefetches other columns of the next, so memory is never idle.
+    far = build.mul(w_step, _INT64(len(columns)))
+    ahead = [
+        build.select(
+            build.icmp_unsigned("==", build.urem(_INT64(column), num_parts), part), far, _INT64(0)
+        )
+        for column in columns
+    ]
+    zero = ir.Constant(_FLOATS, [0.0] * LANES)
+    sums = [[cgutils.alloca_once_value(build, zero) for _ in columns] for _ in rows]
+    num_lines = build.udiv(size, _INT64(num))
 
-    def __init__(self, builder: Any, format_: int, num_rows: int, num_columns: int) -> None:
-        self._builder, self._has_dots = builder, format_ == DOTS
-        self._format = BFLOAT16 if self._has_dots else format_
-        self._rows, self._columns = range(num_rows), range(num_columns)
+    def add(sums: Any, index: Any, kind: Any) -> None:
+        wide = [build.load(at(build, each, index, 4, kind), align=4) for each in weights]
+        add_wide(build, sums, inputs, wide, index, kind)
 
-    def add(self, of: Sequence[Any]) -> None:
-        """Write the code; `of` is the tuple of `_tile` without format and size."""
-        x, x_step, w, w_step, out, out_step, size, part, num_parts = of
-        build, width = self._builder, _WIDTHS[self._format]
-        num = _LINE // width
-        inputs = [build.add(x, build.mul(x_step, _INT64(row))) for row in self._rows]
-        weights = [build.add(w, build.mul(w_step, _INT64(column))) for column in self._columns]
-        # Each tile of these columns prefetches other columns of the next, so memory is never idle.
-        far = build.mul(w_step, _INT64(len(self._columns)))
-        ahead = [
-            build.select(
-                build.icmp_unsigned("==", build.urem(_INT64(column), num_parts), part),
-                far,
-                _INT64(0),
-            )
-            for column in self._columns
-        ]
-        zero = ir.Constant(_FLOATS, [0.0] * LANES)
-        sums = [[cgutils.alloca_once_value(build, zero) for _ in self._columns] for _ in self._rows]
-        num_lines = build.udiv(size, _INT64(num))
-        with cgutils.for_range(build, num_lines) as lines:
-            start = build.mul(lines.index, _INT64(num))
-            for column in self._columns:
-                line = build.add(weights[column], build.mul(start, _INT64(width)))
-                fetch(build, build.add(line, ahead[column]))
-            if self._format == BFLOAT16:
-                for i in range(0, num, 2 * LANES):
-                    self._add_pairs(sums, inputs, weights, build.add(start, _INT64(i)))
-            else:
-                for i in range(0, num, LANES):
-                    self._add_products(sums, inputs, weights, build.add(start, _INT64(i)), _FLOATS)
-        rows = [build.add(out, build.mul(out_step, _INT64(row))) for row in self._rows]
-        add_totals(build, sums, rows)
-        alone = [
-            [at(self._builder, row, _INT64(column), 4, _FLOAT) for column in self._columns]
-            for row in rows
-        ]
-        start = build.mul(num_lines, _INT64(num))
-        with cgutils.for_range(build, build.sub(size, start)) as rest:
-            self._add_products(alone, inputs, weights, build.add(start, rest.index), _FLOAT)
-
-    def _add_products(self, sums: Any, inputs: Any, weights: Any, index: Any, kind: Any) -> None:
-        """Add the products of one vector (or number) of each row with one of each column."""
-        wide = [
-            _load_wide(self._builder, self._format, address, index, kind) for address in weights
-        ]
-        add_wide(self._builder, sums, inputs, wide, index, kind)
-
-    def _add_pairs(self, sums: Any, inputs: Any, weights: Any, index: Any) -> None:
-        """Add the products of pairs in bfloat16: of all first numbers, then of all second ones.
-
-        That takes half as many instructions as widening one half of a vector after the other. The
-        instruction for dots takes both numbers of a pair at once.
-        """
-        build, kind = self._builder, ir.VectorType(_INT32, LANES)
-        pairs = [
-            build.load(at(self._builder, address, index, 2, kind), align=2) for address in weights
-        ]
-        if self._has_dots:
-            dot = ir.FunctionType(_FLOATS, [kind, kind, _FLOATS])
-            for row in self._rows:
-                given = build.load(at(build, inputs[row], index, 2, kind), align=2)
-                for column, address in enumerate(sums[row]):
-                    code, of = "vdpbf16ps $2, $1, $0", [given, pairs[column], build.load(address)]
-                    build.store(build.asm(dot, code, "=v,v,v,0", of, False), address)
-            return
-        sixteen, upper = (ir.Constant(kind, [each] * LANES) for each in (16, 0xFFFF0000))
-        firsts = [build.bitcast(build.shl(each, sixteen), _FLOATS) for each in pairs]
-        add_wide(build, sums, inputs, firsts, index, _FLOATS)
-        seconds = [build.bitcast(build.and_(each, upper), _FLOATS) for each in pairs]
-        add_wide(build, sums, inputs, seconds, build.add(index, _INT64(LANES)), _FLOATS)
+    with cgutils.for_range(build, num_lines) as lines:
+        start = build.mul(lines.index, _INT64(num))
+        for column in columns:
+            line = build.add(weights[column], build.mul(start, _INT64(4)))
+            fetch(build, build.add(line, ahead[column]))
+        for i in range(0, num, LANES):
+            add(sums, build.add(start, _INT64(i)), _FLOATS)
+    results = [build.add(out, build.mul(out_step, _INT64(row))) for row in rows]
+    add_totals(build, sums, results)
+    alone = [[at(build, row, _INT64(column), 4, _FLOAT) for column in columns] for row in results]
+    start = build.mul(num_lines, _INT64(num))
+    with cgutils.for_range(build, build.sub(size, start)) as rest:
+        add(alone, build.add(start, rest.index), _FLOAT)
 
 
 def add_wide(build: Any, sums: Any, inputs: Any, wide: Any, index: Any, kind: Any) -> None:
@@ -288,24 +238,18 @@ def at(builder: Any, address: Any, index: Any, width: int, kind: Any) -> Any:
     return builder.inttoptr(start, kind.as_pointer())
 
 
-def _load_wide(builder: Any, format_: int, address: Any, index: Any, kind: Any) -> Any:
-    """Load a vector (or one number) of a format as float32."""
-    width = _WIDTHS[format_]
-    stored = _like(kind, _STORED[format_])
+def _load_wide(builder: Any, format_: int, address: Any, index: Any) -> Any:
+    """Load a vector of a format as float32."""
+    width, stored = _WIDTHS[format_], ir.VectorType(_STORED[format_], LANES)
     loaded = builder.load(at(builder, address, index, width, stored), align=width)
     if format_ == FLOAT32:
         return loaded
     if format_ == FLOAT16:
-        return builder.fpext(loaded, kind)
+        return builder.fpext(loaded, _FLOATS)
     # A bfloat16 is the upper half of a float32.
-    bits = _like(kind, _INT32)
-    sixteen = _INT32(16) if kind is _FLOAT else ir.Constant(bits, [16] * LANES)
-    return builder.bitcast(builder.shl(builder.zext(loaded, bits), sixteen), kind)
-
-
-def _like(kind: Any, element: Any) -> Any:
-    """Return a vector type of this element if `kind` is a vector type, else the element."""
-    return element if kind is _FLOAT else ir.VectorType(element, LANES)
+    bits = ir.VectorType(_INT32, LANES)
+    sixteen = ir.Constant(bits, [16] * LANES)
+    return builder.bitcast(builder.shl(builder.zext(loaded, bits), sixteen), _FLOATS)
 
 
 def job(function: Callable[[Any], None]) -> Callable[[], Any]:
@@ -341,7 +285,7 @@ def _compile(function: Callable[[Any], None]) -> Any:
 
 
 @inlined
-def _add_products(format_, inputs, weights, results, size):  # type: ignore[no-untyped-def]
+def _add_products(inputs, weights, results, size):  # type: ignore[no-untyped-def]
     x, x_step, num_rows = inputs
     w, w_step, num_columns = weights
     y, y_step = results
@@ -353,7 +297,6 @@ def _add_products(format_, inputs, weights, results, size):  # type: ignore[no-u
         for part in range(num_parts):  # with about the same number of rows
             until = num_rows * (part + 1) // num_parts
             of_tile = (
-                format_,
                 until - row,
                 width_of_tile,
                 x + row * x_step,
@@ -426,9 +369,7 @@ def _write_sums(build: Any, format_: int, rows: range, vectors: range, given: An
         line = build.add(values, build.mul(value_step, loop.index))
         for start in range(0, LANES * len(vectors) * _WIDTHS[format_], _LINE):
             fetch(build, build.add(build.add(line, far), _INT64(start)))
-        wide = [
-            _load_wide(build, format_, line, _INT64(LANES * vector), _FLOATS) for vector in vectors
-        ]
+        wide = [_load_wide(build, format_, line, _INT64(LANES * vector)) for vector in vectors]
         for of_row, total, sums_of_row in zip(of_rows, added, sums, strict=True):
             weight = build.load(at(build, of_row, loop.index, 4, _FLOAT), align=4)
             build.store(build.fadd(build.load(total), weight), total)
@@ -479,28 +420,29 @@ def run_tiles(address: Any) -> None:
     inputs, weights = (given[1], given[2], given[3]), (given[4], given[5], given[6])
     results, size, totals = (given[7], given[8]), given[9], given[10]
     if totals == 0:
-        _add_products(given[0], inputs, weights, results, size)
+        _add_products(inputs, weights, results, size)
     else:
         _add_rows(given[0], inputs, weights, results, size, totals)
 
 
 @compiled
-def add_products(g, format_, inputs, weights, results, size):  # type: ignore[no-untyped-def]
+def add_products(g, inputs, weights, results, size):  # type: ignore[no-untyped-def]
     """Add the products of input rows and weight rows, of `size` numbers each, to the results.
 
     Inputs and weights are an address, bytes from one row to the next, and the number of rows.
     Results are the first two of these; they have a row for each input row, and a column for each
     weight row. `g` is the job.
     """
-    call_compiled((g[words.TILES], format_, *inputs, *weights, *results, size, 0))
+    call_compiled((g[words.TILES], FLOAT32, *inputs, *weights, *results, size, 0))
 
 
 @compiled
 def add_rows(g, format_, weights, values, results, size, totals):  # type: ignore[no-untyped-def]
     """Add rows of values, each times its weight, to the results.
 
-    A row has `size` numbers, a multiple of LANES. Weights and values are an address, bytes from one
-    row to the next, and the number of rows. Results are the first two of these. The weights are
+    A row has `size` numbers, a multiple of LANES; values are of a format. Weights and values are an
+    address, bytes from one row to the next, and the number of rows. Results are the first two of
+    these. The weights are
     also summed in the first row of totals, an address of [2, BLOCK]. The second row is scratch:
     every further vector of columns sums the weights again, since leaving that out would take code
     of another kind. `g` is the job.

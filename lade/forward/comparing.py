@@ -52,18 +52,14 @@ _Way = TypeVar("_Way")
 
 
 def only(
-    errors: Mapping[_Way, float],
-    limit: float,
-    dtype: torch.dtype,
-    function: Callable[[_Way], Any] = lambda way: way,
+    errors: Mapping[_Way, float], limit: float, function: Callable[[_Way], Any] = lambda way: way
 ) -> _Way | None:
     """Return which of some ways of computing is that of a model; None if none is.
 
     Args:
         errors: how far off the results of each are.
         limit: on the right one's.
-        dtype: of the results.
-        function: returns what a way computes; ways of one function differ in where they round.
+        function: returns what a way computes.
 
     Raises:
         UnsupportedForwardError: several functions are as near, so that nothing tells them apart.
@@ -71,9 +67,7 @@ def only(
     found = min(errors, key=errors.__getitem__, default=None)
     if found is None or not errors[found] <= limit:
         return None
-    # In 16 bits, all may differ by less than rounding does; the right one has the same bits.
-    near = errors[found] if dtype.itemsize < 4 else limit
-    functions = {function(way) for way, error in errors.items() if error <= near}
+    functions = {function(way) for way, error in errors.items() if error <= limit}
     require(len(functions) == 1, "several ways of computing give its results")
     return found
 
@@ -86,8 +80,6 @@ def why_wrong(
     by_kernels: Forward,
     limit: float,
     what: str,
-    *,
-    is_rounded: bool,
     may_choose: bool,
 ) -> str | None:
     """Return why forwards by lade's kernels are wrong, and warn; None if they are right.
@@ -96,12 +88,11 @@ def why_wrong(
         by_torch, by_kernels: return logits [1, num_tokens, vocab_size].
         limit: on the largest difference, in standard deviations of the logits.
         what: the kernels, for the warning.
-        is_rounded: whether single logits may differ more, as in 16 bits.
         may_choose: whether rounding may choose other experts for a few tokens.
     """
     theirs = by_torch(max(_HELD))
     held = ((by_kernels(num), theirs[:, :num]) for num in _HELD)
-    errors = (_error(*logits, limit, is_rounded, may_choose) for logits in held)
+    errors = (_error(*logits, limit, may_choose) for logits in held)
     error = next((each for each in errors if each > limit), None)
     if error is None:
         return None
@@ -117,30 +108,26 @@ def why_wrong(
     return reason
 
 
-def _error(mine: Tensor, theirs: Tensor, limit: float, is_rounded: bool, may_choose: bool) -> float:
+def _error(mine: Tensor, theirs: Tensor, limit: float, may_choose: bool) -> float:
     """Return the difference of logits, in standard deviations; see `why_wrong`."""
     logits, reference = mine.double(), theirs.double()
     error = closeness.distance(logits, reference)
-    if error > limit and (is_rounded or may_choose) and error < math.inf:
+    if limit < error < math.inf and may_choose:
         finite = reference.isfinite()
         squares = (logits - reference).where(finite, 0.0).square().flatten(0, -2).mean(dim=-1)
-        square = squares.median() if may_choose else squares.mean()
-        error = float(square.sqrt() / reference[finite].std().clamp(min=1e-30))
+        error = float(squares.median().sqrt() / reference[finite].std().clamp(min=1e-30))
     return error
 
 
 def convolved(convolution: nn.Conv1d, inputs: Tensor) -> Tensor:
     """Return the results of a causal depthwise convolution.
 
-    torch's convolutions of 16 bits take some twenty times as long on a CPU as in float32.
-
     Args:
         inputs: [num_tokens, channels], the first ones of a text.
     """
-    bias = None if convolution.bias is None else convolution.bias.float()
-    padded = functional.pad(inputs.T[None].float(), (convolution.kernel_size[0] - 1, 0))
-    made = functional.conv1d(padded, convolution.weight.float(), bias, groups=inputs.shape[1])
-    return made[0].T.to(inputs.dtype)
+    padded = functional.pad(inputs.T[None], (convolution.kernel_size[0] - 1, 0))
+    made = functional.conv1d(padded, convolution.weight, convolution.bias, groups=inputs.shape[1])
+    return made[0].T
 
 
 def is_near(mine: Tensor, theirs: Tensor) -> bool:

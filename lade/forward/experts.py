@@ -79,7 +79,7 @@ class ExpertsPlan(NamedTuple):
     module: nn.Module  # has the stacked weights
     lies: int  # how these lie
     router: Any  # the module that has the router's weight
-    correction: tuple[nn.Module, str, torch.dtype] | None  # added to the scores that choose experts
+    correction: tuple[nn.Module, str] | None  # added to the scores that choose experts
     shared_gate: nn.Linear | None
     routing: RoutingPlan
     num_chosen: int
@@ -145,7 +145,7 @@ def read_experts(
     biases = _biases(block, num, weighing[0])
     asked = _asked(router, routed, calls[router][0], biases)
     routing, bias = _routing(block, router, weighing[0], biases, asked)
-    correction = None if bias is None else (bias.module, bias.name, bias.numbers.dtype)
+    correction = None if bias is None else (bias.module, bias.name)
     gate = gates[0] if gates else None
     of_choices = routing, chosen.shape[1], stack.inner
     return ExpertsPlan(module, lies, weighing[0], correction, gate, *of_choices, gating)
@@ -180,8 +180,7 @@ class _Stack(NamedTuple):
         """Return the first columns of a product with one of an expert's weights."""
         weight, bias = self.weights[which][expert], self.biases[which]
         weight = (weight.T if self.lies & words.LIE_ACROSS else weight)[:num]
-        # In 16 bits, some of torch's products take ten times as long.
-        made = linear(states.float(), weight.float()).to(states.dtype)
+        made = linear(states, weight)
         return made if bias is None else made + bias[expert, :num]
 
 
@@ -211,26 +210,26 @@ def _gating(stack: _Stack, call: Any, routed: Routed) -> tuple[int, GatingPlan]:
     activations += [(words.SWISH, each) for each in numbers if each != 1.0]  # that is SiLU
     noise = torch.Generator().manual_seed(0)
     rows = _drawn((_FEW_ASKED, routed.states.shape[1]), noise)
-    usual = float(stack.product(rows.to(routed.states.dtype), 0, expert).float().std())
+    usual = float(stack.product(rows, 0, expert).std())
     one = rows.new_ones((len(rows), 1), dtype=torch.int64)
     all_of_it, errors = one.to(shares.dtype), dict[tuple[int, GatingPlan], float]()
     for size in (*_SIZES, *(_BEYOND * each for each in numbers)):
-        states = (rows * (size / usual)).to(routed.states.dtype)
+        states = rows * (size / usual)
         put = {id(routed.states): states, id(routed.chosen): one * expert, id(shares): all_of_it}
         args = [put.get(id(each), each) for each in call.args]
         out = module(*args, **{name: put.get(id(each), each) for name, each in call.kwargs.items()})
         seen = out[:, :_FEW_COLUMNS]
-        seen = seen[kept := seen.isfinite().all(dim=1)]  # float16 has no larger numbers
+        seen = seen[kept := seen.isfinite().all(dim=1)]
         made = stack.product(states, 0, expert)
         for alternates in (0, words.ALTERNATE):
             lying = stack._replace(lies=stack.lies | alternates)
             columns = lying.split(made)
             for activation, bound, added in product(activations, (math.inf, *numbers), (0.0, 1.0)):
                 plan = GatingPlan(*activation, bound, added)
-                mine = lying.product(plan(*columns), 1, expert, _FEW_COLUMNS)[kept].to(seen.dtype)
+                mine = lying.product(plan(*columns), 1, expert, _FEW_COLUMNS)[kept]
                 error = difference(mine, seen) / (tolerance(seen) + 1e-30) if len(seen) else 0.0
                 errors[lying.lies, plan] = max(errors.get((lying.lies, plan), 0.0), error)
-    found = only(errors, 1.0, routed.states.dtype)
+    found = only(errors, 1.0)
     if found is None:
         raise UnsupportedForwardError(f"{type(module).__name__} has an activation of its own")
     return found
@@ -245,7 +244,7 @@ def _result(stack: _Stack, gating: GatingPlan, routed: Routed) -> Tensor:
         columns = stack.split(stack.product(states[token], 0, expert))
         out = stack.product(gating(*columns), 1, expert)
         parts[token, choice] = out * shares[token, choice, None]
-    return parts.sum(dim=1).to(states.dtype)
+    return parts.sum(dim=1)
 
 
 def router_of(module: nn.Module, calls: Mapping[nn.Module, Any]) -> nn.Module:
@@ -266,9 +265,8 @@ def _asked(router: nn.Module, routed: Routed, call: Any, biases: Sequence[_Bias]
     """Ask a router about made-up states, with made-up numbers as its correction."""
     (given, *others), kwargs = call.args, call.kwargs
     noise = torch.Generator().manual_seed(0)
-    rows = _drawn((_NUM_ASKED, given.shape[-1]), noise) * given.float().std()
+    rows = _drawn((_NUM_ASKED, given.shape[-1]), noise) * given.std()
     rows[1::2] *= _LARGER
-    rows = rows.to(given.dtype)
     put = {id(each.held[each.name]): each.numbers for each in biases}
     before = [each.held[each.name] for each in biases]
     try:
@@ -306,8 +304,7 @@ def _routing(
     block: nn.Module, router: nn.Module, weighing: Any, biases: Sequence[_Bias], asked: Routed
 ) -> tuple[RoutingPlan, _Bias | None]:
     """Return the routing that gives the same choices and shares for all tokens."""
-    num_experts, is_rounded = len(weighing.weight), asked.states.dtype is not torch.float32
-    corrections = [None, *biases]
+    num_experts, corrections = len(weighing.weight), [None, *biases]
     held = [each for module in (router, block) for each in vars(module).values()]
     sizes, factors = ({each for each in held if type(each) is kind} for kind in (int, float))
     groups: list[Any] = [(0, 0)] + [
@@ -315,18 +312,16 @@ def _routing(
         for num, left in product(sorted(sizes), repeat=2)
         if num_experts > num > left > 0 and num_experts % num == 0
     ]
-    rounding = words.ROUNDS_SCORES, 0, words.ROUNDS_SCORES | words.ROUNDS_WEIGHED
     doubled = (2 * asked.states.new_tensor(sorted(factors))).tolist()
     ways = [*((*way, 0.0) for way in _WAYS), *((words.BY_MIXING, 0, each) for each in doubled)]
     for correction, of_groups, (weighs, how, added), is_sorted in product(
         corrections, groups, ways, (words.IS_SORTED, 0)
     ):
         errors: dict[RoutingPlan, float] = {}
-        for rounds in rounding if is_rounded else (0,):
-            plan = RoutingPlan(weighs, rounds | how | is_sorted, of_groups, 1.0, added)
-            chosen, scores = _chosen(plan, weighing, correction, asked)
-            if torch.equal(chosen, asked.chosen):
-                errors |= _errors(plan, scores, asked.shares, {1.0, *factors})
+        plan = RoutingPlan(weighs, how | is_sorted, of_groups, 1.0, added)
+        chosen, scores = _chosen(plan, weighing, correction, asked)
+        if torch.equal(chosen, asked.chosen):
+            errors = _errors(plan, scores, asked.shares, {1.0, *factors})
         if errors:
             require(asked.chosen.shape[1] <= _MOST_SORTED, "a token has too many experts")
             return min(errors, key=errors.__getitem__), correction
@@ -337,25 +332,17 @@ def _chosen(
     plan: RoutingPlan, weighing: Any, correction: _Bias | None, asked: Routed
 ) -> tuple[Tensor, Tensor]:
     """Return the experts that a plan chooses, and their scores."""
-    states, weight, bias = asked.states, weighing.weight, weighing._parameters.get("bias")
-    if not plan.flags & words.ROUNDS_SCORES:
-        states, weight = states.float(), weight.float()
-        bias = None if bias is None else bias.float()
-    elif weight.dtype is not states.dtype:
-        return states[:0], states[:0]
-    raw = linear(states, weight, bias).float()
-    scores = raw
+    bias = weighing._parameters.get("bias")
+    scores = raw = linear(asked.states, weighing.weight, bias)
     if plan.weighs == words.BY_MIXING:
-        return _mixed(raw.to(asked.states.dtype), asked.chosen.shape[1], plan.added)
+        return _mixed(raw, asked.chosen.shape[1], plan.added)
     if plan.weighs == words.BY_SOFTMAX:
         scores = raw.softmax(dim=-1)
     elif plan.weighs == words.BY_SIGMOID:
         scores = raw.sigmoid()
-    if plan.flags & words.ROUNDS_WEIGHED:
-        scores = scores.to(asked.states.dtype)
-    values = raw if plan.flags & words.SELECTS_RAW else scores.float()
+    values = raw if plan.flags & words.SELECTS_RAW else scores
     if correction is not None:
-        values = values + correction.numbers.reshape(-1).float()
+        values = values + correction.numbers.reshape(-1)
     num, left = plan.groups
     if num:
         by_group = values.view(len(values), num, -1)
@@ -387,13 +374,12 @@ def _errors(
     if plan.weighs == words.BY_SOFTMAX_OF_CHOSEN:
         scores = scores.softmax(dim=-1)
     kept, errors = shares.isfinite().all(dim=-1), dict[RoutingPlan, float]()
-    flags = plan.flags | words.ROUNDS_SHARES * (shares.dtype is not torch.float32)
     sums = () if plan.weighs == words.BY_MIXING else _ADDED
     for share in sorted(numbers, key=lambda each: each != 1.0):
         for flag, added in ((0, plan.added), *((words.IS_SUMMED, each) for each in sums)):
             mine = scores / (scores.sum(dim=-1, keepdim=True) + added) if flag else scores
-            mine = (mine * share).to(shares.dtype)[kept]
+            mine = (mine * share)[kept]
             if is_near(mine, shares[kept]):
-                found = plan._replace(flags=flags | flag, share=share, added=added)
+                found = plan._replace(flags=plan.flags | flag, share=share, added=added)
                 errors[found] = difference(mine, shares[kept])
     return errors

@@ -4,9 +4,8 @@ On a CPU, torch spends as long between matrix products as on them: a layer is th
 call wakes all threads. A job (`_kernels.py`) runs a whole forward pass on the model's own weights.
 Its parts are tokens that follow one cache: a prompt, a tree, or the tokens of one of several calls.
 `reading.py` reads from the model what it computes. Before a text begins, jobs of a few sizes are
-compared with the model's own forward pass, in their results and their time. If they are right and
-faster, all forward passes run by jobs, so that a token has the same bits in each. Figures are in
-docs/internals/forward.md.
+compared with the model's own forward pass, in their results and their time. All numbers are
+float32, whatever weights are stored in. Figures are in docs/internals/forward.md.
 """
 
 import functools
@@ -43,7 +42,7 @@ from lade.forward.comparing import (
 )
 from lade.forward.experts import PARTS, STACKS, ExpertsPlan
 from lade.forward.linear import FORMATS, MOST_TOKENS, Products, is_plain, kernels
-from lade.forward.packed import PackedLinear, PackedStack, function_of, made_whole
+from lade.forward.packed import PackedConv1D, PackedLinear, PackedStack, function_of, made_whole
 from lade.forward.reading import (
     AdditionPlan,
     CallPlan,
@@ -70,14 +69,11 @@ from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache, TreeCacheLayer
 from lade.targets.rows import MOST_AT_ONCE
 
-# Tokens of the forwards by which it is found out whether jobs are faster. As texts must not depend
-# on a busy machine, the model's own have to be so much faster.
+# Tokens of the forwards by which it is found out whether jobs are faster; as a machine may be busy,
+# the model's own have to be so much faster.
 _TRIED, _CLEAR = (1, 8), 0.8
-#: Prompts of more tokens may run by the model's own forwards, if these are faster.
+#: Prompts of more tokens run by the model's own forwards if it has recurrences.
 MANY_TOKENS = 64
-# How much a token's logits may differ in 16 bits, in standard deviations, if rounding has chosen
-# another expert: torch and jobs differ by up to 0.3, wrong results by about 1.
-_ANOTHER_EXPERT = 0.5
 _GIVEN = {
     *("input_ids", "position_ids", "attention_mask", "return_dict", "use_cache"),
     *(CACHE, LOGITS_KEPT),
@@ -180,16 +176,13 @@ class FusedForwards:
         is_whole = all(each % compiled.LANES == 0 for each in columns)
         require(is_whole, "its columns are no whole number of vectors")
         self.is_packed = type(plan.head) is PackedLinear
-        self._dtype = torch.float32 if self.is_packed else plan.head.weight.dtype
         self._limit = limit_of(model)
-        if sizes.num_experts and self._dtype is not torch.float32:
-            self._limit = max(self._limit, _ANOTHER_EXPERT)
         names = {module: name for name, module in model.named_modules()}
         self._names = [names[each] for each in (plan.head, *plan.modules)]
         self._kinds = sorted({*plan.kinds})
         #: By layer that keeps tokens, what one adds to the cache, and the state of a recurrent one.
         keeping = [each for each, layer in enumerate(plan.layers) if layer.keys_of is None]
-        self._states = [_added_by(plan.layers[each], self._dtype) for each in keeping]
+        self._states = [_added_by(plan.layers[each]) for each in keeping]
         #: The layers from here on write no keys: only tokens whose logits are wanted need them.
         self._num_writing = 1 + keeping[-1]
         #: By layer, which of these has its keys and values.
@@ -200,23 +193,11 @@ class FusedForwards:
             ]
         )
         self._is_recurrent = any(layer.recurrence is not None for layer in plan.layers)
-        self._is_slow = self._is_slow_for_prompts = False
+        self._is_slow = False
         self._workspaces: list[_Workspace] = []
-        self._weights = _Weights(plan, self._kinds, self._dtype, compiled, names)
+        self._weights = _Weights(plan, self._kinds, compiled, names)
         require(self._weights.fit(), "its weights are no plain matrices")
         self._is_unchanged = is_unchanged if any(adapters_of(plan)) else None
-        widths = {sizes.hidden, *(layer.attended for layer in plan.layers)}
-        widths |= {inner for layer in plan.layers for inner in layer.inners}
-        latents = [layer.latents for layer in plan.layers if layer.latents is not None]
-        widths |= {each.query.num_inputs for each in latents if each.query is not None}
-        may_dot = self._dtype is torch.bfloat16 and not across
-        self._has_dots = may_dot and all(map(compiled.may_dot, widths))
-
-    @property
-    def has_one_way(self) -> bool:
-        """Whether all forwards give a token the same bits, in a dtype in which torch's do not."""
-        is_used = self.why_not is None and not self._is_slow
-        return is_used and self._dtype is not torch.float32
 
     def settle(self, by_torch: Forward, by_job: Forward) -> None:
         """Compare jobs with the model's own forward, in results and in time; once.
@@ -227,25 +208,18 @@ class FusedForwards:
             by_job: returns the same by a job.
         """
         reason = why_wrong(
-            *(by_torch, by_job, self._limit, "compiled forward"),
-            is_rounded=self._dtype is not torch.float32,
-            may_choose=self._sizes.num_experts > 0,
+            *(by_torch, by_job, self._limit, "compiled forward", self._sizes.num_experts > 0),
         )
         self.why_not = self.why_not or reason  # jobs may have failed
         if self.is_packed or self.why_not is not None:
             return
-        self._is_slow = self._are_slow(_TRIED, by_torch, by_job)
-        # Where the CPU multiplies pairs of bfloat16, jobs do, too, unless it multiplies tiles.
-        may_be = self._dtype is torch.bfloat16 and (not self._has_dots or self._kernels.HAS_AMX)
-        if may_be and not self._is_slow:
-            prompts = (2 * MANY_TOKENS,)
-            self._is_slow_for_prompts = self._are_slow(prompts, by_torch, by_job)
+        self._is_slow = self._are_slow(by_torch, by_job)
 
-    def _are_slow(self, sizes: Sequence[int], by_torch: Forward, by_job: Forward) -> bool:
-        """Return whether jobs of some sizes are slower than the model's own forwards."""
-        least = np.full((2, len(sizes)), math.inf)
+    def _are_slow(self, by_torch: Forward, by_job: Forward) -> bool:
+        """Return whether jobs of a few tokens are slower than the model's own forwards."""
+        least = np.full((2, len(_TRIED)), math.inf)
         for _ in range(2):  # what runs for the first time takes longer, and a machine may be busy
-            for number, num_tokens in enumerate(sizes):
+            for number, num_tokens in enumerate(_TRIED):
                 for sec, run in zip(least, (by_torch, by_job), strict=True):
                     begin = perf_counter()
                     run(num_tokens)
@@ -303,9 +277,8 @@ class FusedForwards:
     def pays(self, num_rows: int) -> bool:
         """Return whether a prompt of so many tokens runs by a job."""
         # Torch adds many tokens to a recurrent state at once, a job one by one.
-        is_slow = self._is_slow_for_prompts or self._is_recurrent
-        is_slow = self._is_slow or (is_slow and num_rows > MANY_TOKENS)
-        return self.why_not is None and not is_slow
+        is_slow = self._is_recurrent and num_rows > MANY_TOKENS
+        return self.why_not is None and not (self._is_slow or is_slow)
 
     # --- running ----------------------------------------------------------------------------------
 
@@ -333,7 +306,7 @@ class FusedForwards:
         sizes, num = self._sizes, request.input_ids.shape[1]
         input_ids, positions = self._weights.replaced(request.input_ids), request.positions
         states = alone(lambda: self._weights.embedded(input_ids, positions))
-        if states.dtype is not self._dtype or states.shape != (1, num, sizes.hidden):
+        if states.dtype is not torch.float32 or states.shape != (1, num, sizes.hidden):
             return None
         # Angles of all pieces at once: some depend on the length of the text.
         angles = alone(lambda: self._angles(states, request))
@@ -345,8 +318,8 @@ class FusedForwards:
         if request.by_layers is not None:
             logits = request.by_layers(partial(self._run_layer, request, pieces))
         else:
-            wide, shape = _wide(states), (1, len(request.kept), sizes.vocab_size)
-            logits = states.new_empty(shape, dtype=self._dtype)
+            wide = _written(states)
+            logits = states.new_empty((1, len(request.kept), sizes.vocab_size))
             table, done = self._weights.table(request.held or _Held()), 0
             transform = self._weights.transform
             for piece in pieces:
@@ -355,7 +328,7 @@ class FusedForwards:
                 self._run_piece(piece, wide, table, piece.layers, of_piece)
                 done += len(piece.kept)
             if transform is not None:
-                last = wide[torch.from_numpy(request.kept)].to(self._dtype)[None]
+                last = wide[torch.from_numpy(request.kept)][None]
                 logits = self._by_head(transform(last, self._product))
             logits = sizes.finish(logits)
         for part in request.parts:
@@ -367,13 +340,14 @@ class FusedForwards:
     ) -> Tensor:
         """Run a layer and all up to the next with hooks, or the head; return the states."""
         last, hidden, hooked = self._sizes.num_layers, self._sizes.hidden, request.hooked
-        if states.dtype is not self._dtype or states.shape[0] != 1 or states.shape[2] != hidden:
+        is_known = states.dtype is torch.float32 and states.shape[::2] == (1, hidden)
+        if not is_known:
             raise ValueError(f"states of a layer have become {states.dtype} {[*states.shape]}")
         if number == last:
             return self._by_head(states)
         if number > 0 and not hooked[number] and not hooked[number - 1]:
             return states  # it has run together with an earlier layer
-        wide = _wide(states)
+        wide = _written(states)
         end = number + 1
         while end < last and not hooked[number] and not hooked[end]:
             end += 1
@@ -383,7 +357,7 @@ class FusedForwards:
         table = self._weights.table(held, (number, end))
         for piece in pieces:
             self._run_piece(piece, wide, table, (number, end))
-        return wide.to(self._dtype)[None]
+        return wide[None]
 
     def _by_head(self, states: Tensor) -> Tensor:
         return self._product(states, self._weights.head())
@@ -391,10 +365,9 @@ class FusedForwards:
     def _product(self, states: Tensor, linear: nn.Linear) -> Tensor:
         if type(linear) is PackedLinear:
             return linear.forward(states)
-        if not is_plain(linear.weight, self._dtype):
+        if not is_plain(linear.weight, torch.float32):
             raise ValueError("weights are no plain matrices any more")
-        given = states, linear.weight, linear.bias
-        return self._products.by_job(*given, has_dots=self._has_dots)
+        return self._products.product(states, linear.weight, linear.bias)
 
     def _pieces(
         self, request: _JobRequest, angles: Sequence[tuple[Tensor, ...]], inputs: Tensor | None
@@ -428,12 +401,8 @@ class FusedForwards:
                 ]
             )
             job = np.zeros(words.JOB_SIZE, np.int64)
-            job[: words.FORMAT] = (
-                *(size, sizes.hidden, sizes.num_layers, sizes.vocab_size, most_threads()),
-            )
-            arranged = words.PAIRS if self._dtype is torch.bfloat16 else words.PLAIN
-            job[words.FORMAT] = FORMATS[self._dtype]
-            job[words.ARRANGED] = words.NARROW if self._has_dots else arranged
+            of_model = sizes.hidden, sizes.num_layers, sizes.vocab_size
+            job[: words.STATES] = size, *of_model, most_threads()
             job[words.TILES] = self._kernels.run_tiles().address
             job[words.PARTS], job[words.NUM_PARTS] = parts.ctypes.data, len(request.parts)
             job[words.CACHES] = caches.ctypes.data
@@ -520,7 +489,7 @@ class FusedForwards:
             angles = arranged(model.get_submodule(name)(*args, **kwargs), how)
             made.append(tuple(each.float().contiguous() for each in angles))
         if self._sizes.factors is not None:
-            made.append((self._sizes.factors(positions).to(self._dtype).float(),) * 2)
+            made.append((self._sizes.factors(positions).float(),) * 2)
         return made
 
     def _workspace(self, num_tokens: int, num_threads: int) -> "_Workspace":
@@ -645,9 +614,9 @@ def _place_of(mask: Tensor | None, start: int) -> tuple[int, int]:
     return (0, 0) if mask is None else (mask[start:].data_ptr(), mask.stride(0))
 
 
-def _wide(states: Tensor) -> Tensor:
-    """Return a float32 copy of states [1, num_tokens, hidden_size], contiguous row by row."""
-    return states[0].to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+def _written(states: Tensor) -> Tensor:
+    """Return a copy of states [1, num_tokens, hidden_size] that a job may write to."""
+    return states[0].clone(memory_format=torch.contiguous_format)
 
 
 class _Held:
@@ -695,7 +664,7 @@ def _giving_inputs(plan: InputsPlan, num_layers: int) -> Callable[..., Tensor]:
         shape = *tokens.shape, num_layers, -1
         made = norm()((product(states, linear()) * plan.times).view(shape))
         whole: Tensor = (made + look({words.TOKENS_GIVEN: tokens}).view(shape)) * plan.scale
-        return whole[0].transpose(0, 1).float().contiguous()
+        return whole[0].transpose(0, 1).contiguous()
 
     return give
 
@@ -734,11 +703,10 @@ class _Weights:
         self,
         plan: DecoderPlan,
         kinds: Sequence[str],
-        dtype: torch.dtype,
         compiled: Any,
         names: Mapping[nn.Module, str],
     ) -> None:
-        self._dtype, end = dtype, len(plan.layers)
+        end = len(plan.layers)
         calls, self._scale, first_norm, replaced = plan.embedding
         ids = torch.tensor(replaced, dtype=torch.int64, device="cpu") if replaced else None
         self._replaced = None if ids is None else ids.unbind(1)
@@ -779,7 +747,7 @@ class _Weights:
                 row[word + words.FIRST_ADDED] = num_added
                 if product is not None:
                     row[word + words.NUM_COLUMNS] = product.num
-                    self._add_matrix(number, word, product.module, product.first, dtype)
+                    self._add_matrix(number, word, product.module, product.first)
                     for added in product.added:
                         self._add_addition(end + 1 + num_added, added, product.first, between)
                         between += added.first.out_features
@@ -801,7 +769,7 @@ class _Weights:
             row[words.INNER_SIZE], row[words.INPUT_SIZE] = layer.inner, layer.of_inputs
             row[words.READS] = layer.keys_of is not None
             if layer.scalar is not None:
-                self._add(number, words.SCALAR, plan.modules[number], layer.scalar, dtype)
+                self._add(number, words.SCALAR, plan.modules[number], layer.scalar)
             row[words.ACTIVATION], row[words.TURN] = layer.activation, layer.turn
             row[words.TURNED], row[words.SEES] = layer.num_turned, indices[number]
             row[words.SCALING] = _bits(layer.scaling)
@@ -811,14 +779,14 @@ class _Weights:
             row[words.MIXED_SIZE], row[words.ATTENDED_SIZE] = layer.mixed, layer.attended
             if layer.convolution is not None:
                 row[words.TAPS] = layer.convolution.kernel_size[0]
-                self._add(number, words.CONVOLUTION, layer.convolution, "weight", dtype)
-                self._add(number, words.CONVOLUTION_BIAS, layer.convolution, "bias", dtype)
+                self._add(number, words.CONVOLUTION, layer.convolution, "weight")
+                self._add(number, words.CONVOLUTION_BIAS, layer.convolution, "bias")
             if layer.sinks is not None:
-                self._add(number, words.SINKS, layer.sinks, "sinks", dtype)
+                self._add(number, words.SINKS, layer.sinks, "sinks")
             bounds.append(len(self._slots))
         self._add_norm(end, 0, plan.norm)
         self._table[end, words.NORM_SIZE + words.NUM_COLUMNS] = plan.head.out_features
-        self._add_matrix(end, words.NORM_SIZE, plan.head, 0, dtype)
+        self._add_matrix(end, words.NORM_SIZE, plan.head)
         self.turning = np.array(turning, np.int64).reshape(-1, 2)
         slots = zip(*self._slots, strict=True)
         self._modules, self._kinds, self._names, index, starts, self._known = slots
@@ -828,74 +796,90 @@ class _Weights:
         if norm is not None:
             self._table[number, word + words.FLAGS] = norm.flags
             self._table[number, word + words.EPS] = _bits(norm.eps)
-            self._add(number, word + words.NORM_WEIGHT, norm.module, "weight", self._dtype)
-            self._add(number, word + words.NORM_BIAS, norm.module, "bias", self._dtype)
+            self._add(number, word + words.NORM_WEIGHT, norm.module, "weight")
+            self._add(number, word + words.NORM_BIAS, norm.module, "bias")
 
     def _add_addition(self, number: int, added: AdditionPlan, column: int, start: int) -> None:
-        row, dtype = self._table[number], added.first.weight.dtype
-        is_known = dtype in (self._dtype, torch.float32)
-        require(is_known, "what is added to a product is of another format")
-        self._add_matrix(number, 0, added.first, 0, dtype)
-        self._add_matrix(number, words.SECOND, added.second, column, dtype)
+        row = self._table[number]
+        require(type(added.second) is nn.Linear, "what is added to a product is packed")
+        self._add_matrix(number, 0, added.first)
+        self._add_matrix(number, words.SECOND, added.second, column)
         row[words.NUM_COLUMNS], row[words.START] = added.first.out_features, start
-        row[words.TIMES], row[words.OF_ADDED] = _bits(added.times), FORMATS[dtype]
+        row[words.TIMES] = _bits(added.times)
 
     def _add_experts(self, number: int, plan: ExpertsPlan) -> None:
         row, routing = self._table[number], plan.routing
-        module, name, correction = plan.correction or (None, "", torch.float32)
-        router = plan.router.weight.dtype
-        is_known = {router, correction} <= FORMATS.keys() and router in (self._dtype, torch.float32)
-        require(is_known, "its router is of another format")
         row[words.ROUTER + words.NUM_COLUMNS] = len(plan.router.weight)
-        self._add(number, words.ROUTER + words.WEIGHT, plan.router, "weight", router)
-        self._add(number, words.ROUTER + words.BIAS, plan.router, "bias", router)
+        if isinstance(plan.router, nn.Linear):
+            self._add_matrix(number, words.ROUTER, plan.router)
+        else:
+            self._add(number, words.ROUTER + words.WEIGHT, plan.router, "weight")
+            self._add(number, words.ROUTER + words.BIAS, plan.router, "bias")
         if plan.shared_gate is not None:
             row[words.SHARED_GATE + words.NUM_COLUMNS] = 1
-            self._add_matrix(number, words.SHARED_GATE, plan.shared_gate, 0, self._dtype)
+            self._add_matrix(number, words.SHARED_GATE, plan.shared_gate)
         row[words.NUM_CHOSEN], row[words.WEIGHS] = plan.num_chosen, routing.weighs
         row[words.ROUTING], row[words.SHARE] = routing.flags, _bits(routing.share)
         row[words.ADDED_TO_SUM] = _bits(routing.added)
         row[words.NUM_SETS], row[words.NUM_SETS_CHOSEN] = routing.groups
-        row[words.OF_ROUTER], row[words.EXPERT_INNER] = FORMATS[router], plan.inner
-        row[words.OF_CORRECTION] = FORMATS[correction]
-        if module is not None:
-            self._add(number, words.CORRECTION, module, name, correction)
+        row[words.EXPERT_INNER] = plan.inner
+        if plan.correction is not None:
+            self._add(number, words.CORRECTION, *plan.correction)
         row[words.LIES], row[words.GATING] = plan.lies, plan.gating.activation
         row[words.ALPHA : words.ADDED_TO_UP + 1] = [*map(_bits, plan.gating[1:])]
         held = vars(plan.module)
         if type(held.get(STACKS[0])) is PackedStack:
-            self._add_packed_experts(number, plan.module, [held[name] for name in STACKS[:2]])
+            self._add_packed_experts(number, plan, [held[name] for name in STACKS[:2]])
             return
         first_words = words.EXPERT_GATE_UP, words.EXPERT_DOWN, words.GATE_UP_BIAS, words.DOWN_BIAS
         for word, name in zip(first_words, STACKS, strict=True):
-            self._add(number, word, plan.module, name, self._dtype)
+            self._add(number, word, plan.module, name)
 
     def _add_packed_experts(
-        self, number: int, module: nn.Module, stacks: list[PackedStack]
+        self, number: int, plan: ExpertsPlan, stacks: list[PackedStack]
     ) -> None:
-        row, addresses = self._table[number], (words.EXPERT_GATE_UP, words.EXPERT_UP)
-        parts = [pair for each in stacks for pair in zip(each.parts, each.ggml_types, strict=True)]
-        for index, (part, format_) in enumerate(parts):
-            function = function_of(part[0], format_)
-            require(function is not None, "its experts are in a format that jobs do not read")
-            row[words.GATE_PACKED + index] = function.address  # type: ignore[union-attr]
-            row[words.GATE_ROW + index] = part.shape[2]
-        row[words.LIES] = 0  # as files have gate and up, whatever the module wants
-        for word, name in zip((*addresses, words.EXPERT_DOWN), PARTS[:3], strict=True):
-            self._add(number, word, module, name, torch.uint8)
-        self._add(number, words.GATE_UP_BIAS, module, PARTS[3], self._dtype)
-        self._add(number, words.DOWN_BIAS, module, STACKS[3], self._dtype)
+        row, module = self._table[number], plan.module
+        of_parts = words.EXPERT_GATE_UP, words.EXPERT_UP, words.EXPERT_DOWN
+        if stacks[0].is_one:  # as the model stores it, in 16 bits
+            for word, index, name, stack in zip(
+                of_parts[::2], (0, 2), PARTS[:3:2], stacks, strict=True
+            ):
+                weight = stack.parts[0]
+                if plan.lies & words.LIE_ACROSS:
+                    row[words.OF_STACKS] = FORMATS[weight.dtype]
+                else:
+                    self._pack_experts(row, index, stack.blocks[0], stack.ggml_types[0])
+                self._add(number, word, module, name, weight.dtype)
+            row[words.GATE_PACKED + 1] = row[words.GATE_PACKED]
+            row[words.GATE_ROW + 1] = row[words.GATE_ROW]
+            biases: tuple[str, ...] = STACKS[2:]
+        else:
+            parts = (
+                pair for each in stacks for pair in zip(each.parts, each.ggml_types, strict=True)
+            )
+            for index, (part, format_) in enumerate(parts):
+                self._pack_experts(row, index, part, format_)
+            row[words.LIES] = 0  # as files have gate and up, whatever the module wants
+            for word, name in zip(of_parts, PARTS[:3], strict=True):
+                self._add(number, word, module, name, torch.uint8)
+            biases = PARTS[3], STACKS[3]
+        for word, name in zip((words.GATE_UP_BIAS, words.DOWN_BIAS), biases, strict=True):
+            self._add(number, word, module, name)
+
+    def _pack_experts(self, row: Any, index: int, part: Tensor, format_: int) -> None:
+        function = function_of(part[0], format_)
+        require(function is not None, "its experts are in a format that jobs do not read")
+        row[words.GATE_PACKED + index] = function.address  # type: ignore[union-attr]
+        row[words.GATE_ROW + index] = part.shape[2]
 
     def _add_recurrence(self, number: int, plan: RecurrencePlan) -> None:
         row = self._table[number]
-        dtype, *others = (vars(plan.module)["_parameters"][each].dtype for each in plan.names)
-        require(dtype in FORMATS and {dtype} >= {*others}, "its decays are of another format")
-        row[words.OF_DECAYS], row[words.KEY_HEADS : words.COLUMNS] = FORMATS[dtype], plan.heads
+        row[words.KEY_HEADS : words.COLUMNS] = plan.heads
         row[words.COLUMNS : words.CHANNELS] = *plan.columns, *plan.steps
         row[words.CHANNELS : words.NUM_NORMED] = plan.channels
         row[words.NUM_NORMED], row[words.IS_DELTA] = plan.num_normed, plan.is_delta
         for word, name in enumerate(plan.names, words.DECAY_BIASES):
-            self._add(number, word, plan.module, name, dtype)
+            self._add(number, word, plan.module, name)
 
     def _add_latents(self, number: int, plan: LatentsPlan, compiled: Any) -> None:
         row, products = self._table[number], {words.EXPAND: plan.expand}
@@ -903,34 +887,35 @@ class _Weights:
             products[words.SECOND_QUERY] = plan.query
         for word, product in products.items():
             row[word + words.NUM_COLUMNS] = product.num
-            self._add_matrix(number, word, product.module, 0, self._dtype)
+            self._add_matrix(number, word, product.module)
+        expand: Any = plan.expand.module.weight
+        require(expand.dtype in FORMATS, "what latents are expanded by is in blocks")
+        row[words.OF_EXPAND] = FORMATS[expand.dtype]
         row[words.STRAIGHT : words.ATTEND] = plan[2:]
         row[words.ATTEND] = compiled.run_attention().address
 
-    def _add_matrix(
-        self,
-        number: int,
-        word: int,
-        module: nn.Linear | Conv1D,
-        column: int,
-        dtype: torch.dtype,
-    ) -> None:
+    def _add_matrix(self, number: int, word: int, module: Any, column: int = 0) -> None:
         """Add weight and bias of a linear layer, from one of its columns on."""
-        start = column * dtype.itemsize
         if type(module) is PackedLinear:
             function = function_of(module.blocks, module.ggml_type)
-            is_known = function is not None and dtype is torch.float32
             half, of_row = module.half_head, module.blocks.shape[1]
-            require(is_known and not (column and half), "its weights are packed otherwise")
+            require(
+                function is not None and not (column and half), "its weights are packed otherwise"
+            )
             packed = function.address, of_row, half  # type: ignore[union-attr]
             self._table[number, word + words.PACKED : word + words.HALF + 1] = packed
-            self._add(number, word, module, "weight", module.weight.dtype, column * of_row)
+            start, dtype = column * of_row, module.weight.dtype
         elif isinstance(module, Conv1D):
+            packed_as = type(module) is PackedConv1D
+            dtype = module.weight.dtype if packed_as else torch.float32
+            require(dtype in FORMATS, "its weights are packed otherwise")
             self._table[number, word + words.ACROSS] = module.nf * dtype.itemsize
-            self._add(number, word, module, "weight", dtype, start)
+            self._table[number, word + words.ROW_BYTES] = FORMATS[dtype]
+            start = column * dtype.itemsize
         else:
-            self._add(number, word, module, "weight", dtype, start * module.in_features)
-        self._add(number, word + words.BIAS, module, "bias", dtype, start)
+            start, dtype = 4 * column * module.in_features, torch.float32
+        self._add(number, word, module, "weight", dtype, start)
+        self._add(number, word + words.BIAS, module, "bias", start=4 * column)
 
     def _add(
         self,
@@ -938,7 +923,7 @@ class _Weights:
         word: int,
         module: nn.Module,
         name: str,
-        dtype: torch.dtype,
+        dtype: torch.dtype = torch.float32,
         start: int = 0,
     ) -> None:
         kind = "_buffers" if name in module._buffers else "_parameters"
@@ -1026,15 +1011,16 @@ def _flat(order: HeadOrder) -> tuple[int, ...]:
     return order.num_groups, *order.firsts, order.query_step, order.gate
 
 
-def _added_by(layer: LayerPlan, dtype: torch.dtype) -> tuple[Any, ...]:
+def _added_by(layer: LayerPlan) -> tuple[Any, ...]:
     """Return what a token adds to the cache of a layer, see `TreeCache.slot_addresses`."""
     if layer.convolution is None:
         assert layer.heads is not None
         _, num, of_key, of_value, more, _ = layer.heads
         sizes = of_key, more or of_value
-        return tuple(torch.empty((1, num, 1, size), dtype=dtype, device="cpu") for size in sizes)
+        shapes = [(1, num, 1, size) for size in sizes]
+        return tuple(torch.empty(each, dtype=torch.float32, device="cpu") for each in shapes)
     num = layer.convolution.out_channels
-    inputs = torch.empty((1, 1, 1, num), dtype=dtype, device="cpu")
+    inputs = torch.empty((1, 1, 1, num), dtype=torch.float32, device="cpu")
     return (inputs,) if layer.recurrence is None else (inputs, *added_by(layer.recurrence))
 
 
@@ -1106,7 +1092,7 @@ def why_by_torch(model: Model) -> str | None:
 
 
 def _found_for(model: Model, is_unchanged: Callable[[], bool] | None) -> FusedForwards | str:
-    if dtype_of(model) not in FORMATS:
+    if dtype_of(model) is not torch.float32:
         return f"its weights are {dtype_of(model)}"
     compiled = kernels()
     if compiled is None:

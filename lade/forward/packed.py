@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from lade.forward import words
 from lade.forward.linear import Products, is_plain, kernels
@@ -85,7 +86,7 @@ class PackedLinear(_Packed, nn.Linear):
         if function is None or products is None:
             return self._by_torch(inputs)
         packed = function.address, self.half_head
-        return products.by_job(inputs.float(), self.blocks, self.bias, packed).to(inputs.dtype)
+        return products.product(inputs.float(), self.blocks, self.bias, packed).to(inputs.dtype)
 
     def _by_torch(self, inputs: Tensor) -> Tensor:
         step, wide = max(_NUM_UNPACKED // self.in_features, 1), inputs.float()
@@ -106,6 +107,22 @@ class PackedLinear(_Packed, nn.Linear):
     def extra_repr(self) -> str:
         """Return the layer's sizes for `print`."""
         return f"{super().extra_repr()}, format={words.BLOCKS[self.ggml_type][0]}"
+
+
+class PackedConv1D(Conv1D):  # type: ignore[misc]
+    """A layer of GPT-2 whose weight is in 16 bits [in_features, out_features]."""
+
+    @property
+    def computes_in(self) -> torch.dtype:
+        """The dtype of its results."""
+        return torch.float32
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return float32 sums [..., out_features]."""
+        step = max(_NUM_UNPACKED // self.nx, 1)
+        parts = [x.float() @ each.float() for each in self.weight.split(step, dim=1)]
+        sums: Tensor = torch.cat(parts, dim=-1) + self.bias
+        return sums
 
 
 class PackedEmbedding(_Packed, nn.Embedding):
@@ -143,12 +160,12 @@ class PackedEmbedding(_Packed, nn.Embedding):
 
 
 class PackedStack:
-    """The matrices of a layer's experts, in blocks; that of one is unpacked when it is asked for.
+    """The matrices of a layer's experts, packed; that of one is unpacked when it is asked for.
 
     Args:
         parts: uint8 [num_experts, rows, bytes of a row] each; the rows of an expert's parts stand
-            one behind the other.
-        ggml_types: the format of each part.
+            one behind the other. Or one stack of 16 bits [num_experts, rows, num_inputs].
+        ggml_types: the format of each part of uint8.
         num_inputs: numbers of a row.
         lies: how the module wants matrices: `words.ALTERNATE` if rows of two parts alternate,
             `words.LIE_ACROSS` if inputs are rows.
@@ -157,7 +174,9 @@ class PackedStack:
     def __init__(
         self, parts: Sequence[Tensor], ggml_types: Sequence[int], num_inputs: int, lies: int = 0
     ) -> None:
-        self.parts, self.ggml_types, self._lies = [*parts], [*ggml_types], lies
+        self.parts, self._formats, self._lies = [*parts], [*ggml_types], lies
+        #: Whether it is one stack in 16 bits, as a module has it.
+        self.is_one = parts[0].is_floating_point()
         sizes = sum(each.shape[1] for each in parts), num_inputs
         sizes = sizes[::-1] if lies & words.LIE_ACROSS else sizes
         self.shape = torch.Size((len(parts[0]), *sizes))
@@ -172,6 +191,16 @@ class PackedStack:
         alternates = len(made) > 1 and self._lies & words.ALTERNATE
         matrix = torch.stack(made, dim=1).flatten(0, 1) if alternates else torch.cat(made)
         return matrix.T if self._lies & words.LIE_ACROSS else matrix
+
+    @property
+    def ggml_types(self) -> list[int]:
+        """GGML's number of the format of each part."""
+        return [_FORMATS[self.parts[0].dtype]] if self.is_one else self._formats
+
+    @property
+    def blocks(self) -> list[Tensor]:
+        """The parts as uint8."""
+        return [each.detach().view(torch.uint8) for each in self.parts]
 
     def numel(self) -> int:
         """Return how many numbers there are."""
@@ -193,6 +222,8 @@ def unpacked(weight: Tensor, format_: int) -> Tensor:
     """Return packed rows as float32 [rows, numbers of a row]."""
     if format_ == _F32:
         return weight.view(torch.float32)
+    if weight.is_floating_point():
+        return weight.float()
     has_rows = is_plain(weight, torch.uint8) and weight.numel() > 0
     function = function_of(weight, format_) if has_rows else None
     return _by_reference(weight, format_) if function is None else _by_function(weight, function)

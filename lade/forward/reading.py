@@ -529,7 +529,7 @@ class _Reader:
             if not torch.equal(out, given) or is_near(mine, states):
                 continue
             for module in self._calls:
-                if type(module) is not nn.Linear or self._io(module)[1].shape != mine.shape:
+                if type(module) not in _LINEARS or self._io(module)[1].shape != mine.shape:
                     continue
                 got, results = self._io(module)
                 activation = self._activation(results, 1.0, mine)
@@ -826,7 +826,7 @@ class _Reader:
         require(is_same and of_query.turn > 0, "queries and keys are turned in different ways")
         self._require_cached(attended.module, latent, shared[:, 0])
         apart = {expand, asking[0]} - {first}
-        require({type(each) for each in apart} == {nn.Linear}, "its latents have adapters")
+        require({*map(type, apart)} <= {*_LINEARS}, "its latents have adapters")
         made = self._product(out[0])
         return _Mixing(
             (self._product(first), self._product(into[0]), None, None, made),
@@ -897,7 +897,7 @@ class _Reader:
             first, second = (parts[each] for each in range(3) if each != which)
             made = convolved(convolution, (first * second)[0])
             errors[which] = difference(parts[which] * made, taken)
-        last = only(errors, tolerance(taken), taken.dtype)
+        last = only(errors, tolerance(taken))
         if last is None:
             raise UnsupportedForwardError(reason)
         order = HeadOrder(1, (last, *(each for each in range(3) if each != last)))
@@ -922,12 +922,12 @@ class _Reader:
         gate, *others = [*self._calls[norm][0].args, None][1:]
         taken = self._io(out.around)[0]
         is_known = isinstance(gate, Tensor) and others == [None]
-        is_known = is_known and torch.equal(normed.to(taken.dtype).flatten(), taken.flatten())
+        is_known = is_known and torch.equal(normed.flatten(), taken.flatten())
         require(is_known, "its recurrence has another norm")
         watched = GatedNorm(weight, _eps_of(norm), mine, gate, normed)
         plan = read_recurrence(module, convolution, rows, watched, self._last_recurrence)
         self._last_recurrence = plan
-        flags = words.IS_NORM | words.ROUNDS * plan.is_delta
+        flags = words.IS_NORM
         of_norm = NormPlan(norm, flags, watched.eps)
         self._norms.remove(norms[0])
         return _Mixing(
@@ -1127,7 +1127,7 @@ class _Reader:
             return None
         total = self._io(linears[0])[1]
         if any(
-            mine.shape != given.shape or not torch.equal(mine.to(given.dtype), given)
+            mine.shape != given.shape or not torch.equal(mine, given)
             for mine, _ in map(self._io, (*linears, *firsts))
         ):
             return None
@@ -1136,7 +1136,7 @@ class _Reader:
             return None
         for second, number in zip(seconds, times, strict=True):
             total = total + self._io(second)[1] * number
-        is_sum = is_near(total.to(result.dtype), result) if seconds else torch.equal(total, result)
+        is_sum = is_near(total, result) if seconds else torch.equal(total, result)
         if not is_sum:
             return None
         added = zip(firsts, seconds, times, strict=True)
@@ -1159,7 +1159,6 @@ class _Reader:
         norm, *_ = self._take_norm(
             lambda mine, out: torch.equal(out, normed) and is_near(mine, given)
         )
-        # In 16 bits, a norm may not change states that were normed just before.
         is_known = norm is not None or torch.equal(normed, given)
         require(is_known, "states change on their way in another way than by a norm")
         return norm
@@ -1226,11 +1225,9 @@ class _Reader:
                     turned,
                 )
                 for how in (words.HALVES, words.NEIGHBOURS, words.HALVES | words.SORTS)
-                for how in (how, how | words.WIDE)
                 for arrangement in _ARRANGEMENTS
             }
-            limit, dtype = tolerance(turned), turned.dtype
-            found = only(errors, limit, dtype, lambda way: (way[0] & ~words.WIDE, way[1]))
+            found = only(errors, tolerance(turned))
             if found is not None:
                 return _Turned(norm, *found, 1.0, factors is not None)
         raise UnsupportedForwardError("queries change in another way than by angles")
@@ -1265,19 +1262,10 @@ class _Reader:
         return _Mlp(given, out.view_as(given), (*products,), activation, experts, inside)
 
     def _activation(self, given: Tensor, times: Any, result: Tensor) -> int | None:
-        """Return the activation that turns numbers into a result, times others; None if none does.
-
-        In 16 bits, rounding may hide which one it is; a module that computes it is asked in 32.
-        """
-        ways = ACTIVATIONS
-        for module in self._calls if result.itemsize < 4 else ():
-            is_bare = not (module._parameters or module._modules or isinstance(module, _NOTHING))
-            if is_bare and any(_is_equal(mine, given) for mine, _ in self._ios(module)):
-                wide = torch.linspace(-8.0, 8.0, _NUM_ASKED, dtype=torch.float32, device="cpu")
-                made = module(wide)
-                ways = {which: make for which, make in ways.items() if is_near(make(wide), made)}
-        errors = {which: difference(make(given) * times, result) for which, make in ways.items()}
-        return only(errors, tolerance(result), result.dtype)
+        """Return the activation that turns numbers into a result, times others, or None."""
+        ways = ACTIVATIONS.items()
+        errors = {which: difference(make(given) * times, result) for which, make in ways}
+        return only(errors, tolerance(result))
 
     def _dense(
         self, layer: nn.Module, linears: list[nn.Module]
@@ -1315,7 +1303,7 @@ def _scalar_of(layer: nn.Module, total: Tensor, result: Tensor) -> str | None:
         if each is not None and each.numel() == 1 and each.dtype is result.dtype:
             errors[name] = difference(total * each.to(total), result)
     require(min(errors.values()) <= tolerance(result), _OTHER_SUM)
-    return only(errors, tolerance(result), result.dtype)
+    return only(errors, tolerance(result))
 
 
 def _settings_of(
@@ -1382,11 +1370,9 @@ def _is_norm(module: nn.Module) -> bool:
 def _turned_by(heads: Tensor, angles: Sequence[Tensor], how: int) -> Tensor:
     """Return heads [1, num_heads, num_tokens, head_dim] turned by angles [1, num_tokens, …]."""
     cos, sin = (each[:, None] for each in angles)
-    size, dtype = cos.shape[-1], heads.dtype
+    size = cos.shape[-1]
     if size > heads.shape[-1]:
         return torch.full_like(heads, math.inf)
-    if how & words.WIDE:
-        heads, cos, sin = heads.float(), cos.float(), sin.float()
     turning, rest = heads[..., :size], heads[..., size:]
     if how & words.SORTS:
         turning = torch.cat((turning[..., ::2], turning[..., 1::2]), dim=-1)
@@ -1394,7 +1380,7 @@ def _turned_by(heads: Tensor, angles: Sequence[Tensor], how: int) -> Tensor:
         across = torch.cat((-turning[..., size // 2 :], turning[..., : size // 2]), dim=-1)
     else:
         across = torch.stack((-turning[..., 1::2], turning[..., ::2]), dim=-1).flatten(-2)
-    return torch.cat((turning * cos + across * sin, rest), dim=-1).to(dtype)
+    return torch.cat((turning * cos + across * sin, rest), dim=-1)
 
 
 def _first_of(angles: Any) -> Any:
@@ -1506,24 +1492,22 @@ def _norm_of(module: nn.Module, given: Tensor, out: Tensor) -> NormPlan:
     sizes = {each.numel() for each in (weight, bias) if each is not None}
     require(sizes <= {given.shape[-1]}, f"{name} has weights for each head")
     # Small states show what is added to their squares.
-    small = given * (_FEW / float(given.float().square().mean())) ** 0.5
+    small = given * (_FEW / float(given.square().mean())) ** 0.5
     given, out = torch.cat((given, small)), torch.cat((out, module(small)))
     errors = {}
-    for flags in range(0, 16, 2):
+    for flags in (0, words.CENTERS, words.ADDS_ONE, words.CENTERS | words.ADDS_ONE):
         if flags & words.ADDS_ONE and weight is None:
             continue
-        wide = given.float()
+        wide = given
         if flags & words.CENTERS:
             wide = wide - wide.mean(-1, keepdim=True)
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        if flags & words.ROUNDS:
-            wide = wide.to(given.dtype).float()
         if weight is not None:
-            wide = wide * (weight.float() + (1.0 if flags & words.ADDS_ONE else 0.0))
+            wide = wide * (weight + (1.0 if flags & words.ADDS_ONE else 0.0))
         if bias is not None:
-            wide = wide + bias.float()
-        errors[flags] = difference(wide.to(given.dtype), out)
-    found = only(errors, tolerance(out), out.dtype, lambda flags: flags & ~words.ROUNDS)
+            wide = wide + bias
+        errors[flags] = difference(wide, out)
+    found = only(errors, tolerance(out))
     if found is None:
         raise UnsupportedForwardError(f"{name} is no norm that is known")
     return NormPlan(module, found | words.IS_NORM, eps)

@@ -59,8 +59,8 @@ class RecurrencePlan(NamedTuple):
     def num_scratch(self, taps: int) -> int:
         """Return the numbers that a thread needs for a state, a convolution or a norm."""
         *_, key_size, value_size = self.heads
-        of_convolution = 2 * (taps + 2) * max(key_size, value_size)
-        of_norm = 4 * self.num_normed * value_size + 16
+        of_convolution = (taps + 2) * max(key_size, value_size)
+        of_norm = 2 * self.num_normed * value_size + 16
         return key_size * value_size + max(of_convolution, of_norm)
 
 
@@ -114,7 +114,7 @@ def read_recurrence(
         for plan in _plans(module, [*own], heads, num_normed)
         if torch.equal(_part(plan, rows, 3).flatten(), norm.gate.flatten())
     ]
-    wanted = norm.given.view(num_tokens, num_values, value_size).to(rows.dtype)
+    wanted = norm.given.view(num_tokens, num_values, value_size)
     limit = max(tolerance(wanted), _ONE_BY_ONE * largest(wanted))
 
     def error(plan: RecurrencePlan) -> float:
@@ -125,9 +125,7 @@ def read_recurrence(
         return same
     errors = {plan: error(plan) for plan in plans}
     # With one key head, nothing is a step apart.
-    found = only(
-        errors, limit, wanted.dtype, lambda plan: plan[:4] + plan[4:5] * (plan.heads[0] > 1)
-    )
+    found = only(errors, limit, lambda plan: plan[:4] + plan[4:5] * (plan.heads[0] > 1))
     if found is None:
         raise UnsupportedForwardError("its recurrence is no gated delta net, and no Mamba 2")
     return found
@@ -190,11 +188,11 @@ def _num_normed(norm: GatedNorm, num_values: int, is_delta: bool) -> int:
 
 def _normed(norm: GatedNorm, num_groups: int, is_delta: bool) -> Tensor:
     """Return results after a norm of groups of numbers, behind a gate; in delta nets before it."""
-    gate, wide = functional.silu(norm.gate.float()), norm.given.float()
+    gate, wide = functional.silu(norm.gate), norm.given
     wide = (wide if is_delta else wide * gate).reshape(-1, norm.given.shape[-1] // num_groups)
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-    normed = norm.weight * wide.view(norm.given.shape).to(norm.given.dtype)
-    return (normed * gate).to(norm.given.dtype) if is_delta else normed
+    normed = norm.weight * wide.view(norm.given.shape)
+    return normed * gate if is_delta else normed
 
 
 def _plans(
@@ -248,7 +246,7 @@ def _result(plan: RecurrencePlan, convolution: nn.Conv1d, rows: Tensor) -> Tenso
     num_keys, num_values, key_size, value_size = plan.heads
     kinds = sorted(range(3), key=plan.channels.__getitem__)
     mixed = torch.cat([_part(plan, rows, kind) for kind in kinds], dim=1)
-    made = functional.silu(convolved(convolution, mixed)).float()
+    made = functional.silu(convolved(convolution, mixed))
     shapes = (num_keys, key_size), (num_keys, key_size), (num_values, value_size)
     queries, keys, values = (
         made[:, first : first + math.prod(shape)].view(-1, *shape)
@@ -262,16 +260,16 @@ def _result(plan: RecurrencePlan, convolution: nn.Conv1d, rows: Tensor) -> Tenso
             for each in (queries, keys)
         )
         queries = queries * key_size**-0.5
-        softened = functional.softplus(given.float() + biases)
-        shares = _part(plan, rows, 4).sigmoid().float()
+        softened = functional.softplus(given + biases)
+        shares = _part(plan, rows, 4).sigmoid()
     else:
-        softened = shares = functional.softplus(given + biases.to(given.dtype)).float()
-    gates = torch.stack([(-logarithms.float().exp() * softened).exp(), shares], dim=-1)
+        softened = shares = functional.softplus(given + biases)
+    gates = torch.stack([(-logarithms.exp() * softened).exp(), shares], dim=-1)
     kept = torch.cat([each.flatten(1) for each in (keys, values, gates)], dim=1)
     state, results = kept.new_zeros((num_values, key_size, value_size)), []
     for query, value, row in zip(queries, values, kept, strict=True):
         state = _advanced(state, row, is_delta=plan.is_delta)
         query = query.repeat_interleave(num_values // num_keys, dim=0)
-        joined = sum(value * skip.float()[:, None] for skip in skips)
+        joined = sum(value * skip[:, None] for skip in skips)
         results.append((state * query[..., None]).sum(dim=1) + joined)
-    return torch.stack(results).to(rows.dtype)
+    return torch.stack(results)

@@ -8,6 +8,7 @@ watched forward is cheaper than one of the model.
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -23,9 +24,9 @@ from transformers.pytorch_utils import Conv1D
 from lade.attention.masks import FULL, AttentionSpan
 from lade.compat import Model, does_nothing, placeholders_of
 from lade.compat.attempts import Attempt
-from lade.compat.view import apart, with_attention, wraps_own_forward
+from lade.compat.view import HOOKED, apart, with_attention, wraps_own_forward
 from lade.forward.comparing import UnsupportedForwardError, require
-from lade.forward.packed import PackedEmbedding, PackedLinear, PackedStack
+from lade.forward.packed import PackedConv1D, PackedEmbedding, PackedLinear, PackedStack
 from lade.machine.generators import are_random_states, put_back, random_states
 
 _POSITIONS = [0, 1, 2, 1_000_003, 1_000_004]  # of the watched forward
@@ -47,7 +48,7 @@ _NUM_ADDED = 4  # inputs that each result of such a layer adds
 _GAIN = 2.0  # so that activations see more than their linear parts
 _MOST_ASKED = 2**12  # numbers of a buffer; a larger one holds a table
 #: Linear layers that a plan may have.
-PRODUCTS = (nn.Linear, PackedLinear, Conv1D)
+PRODUCTS = (nn.Linear, PackedLinear, Conv1D, PackedConv1D)
 
 
 class Called(NamedTuple):
@@ -129,8 +130,7 @@ def watch(model: Model) -> Watched:
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if module is not view and not all(map(does_nothing, hooks)):
             hooked.add(module)
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
+        vars(module).update({name: OrderedDict() for name in HOOKED})
         if module is view and wraps_own_forward(view):
             del view.forward  # which is called around jobs, as hooks are
         forward = vars(module).get("forward", module.forward)
@@ -309,6 +309,9 @@ def _stand_in(view: Model) -> None:
         if kind in (PackedLinear, PackedEmbedding):
             weight: Any = parameters["weight"]
             parameters["weight"] = instead(weight, torch.Size(size_of(module)), torch.float32)
+        if kind is PackedConv1D:
+            weight = parameters["weight"]
+            parameters["weight"] = instead(weight, weight.shape, torch.float32)
         for name, each in parameters.items():
             if type(each) in (Tensor, nn.Parameter) and _is_wide(each):
                 parameters[name] = instead(each, each.shape, each.dtype)

@@ -1,23 +1,20 @@
 """Positions and codes in the int64 arrays that describe a job to the kernels."""
 
-# A job is an int64 array: sizes; the number of threads, the format of numbers, and the arrangement
-# of the inputs of products; then addresses, of float32 unless a comment says otherwise; the last
-# norm and the head's product. An entry's position follows from this order.
+# A job is an int64 array: sizes; the number of threads; then addresses, of float32 unless a comment
+# says otherwise; the last norm and the head's product. An entry's position follows from this order.
 (
     NUM_TOKENS,
     HIDDEN,
     NUM_LAYERS,
     VOCAB_SIZE,
     NUM_THREADS,
-    FORMAT,
-    ARRANGED,
     STATES,  # [tokens, HIDDEN], at first the embeddings
-    NORMED,  # [tokens, HIDDEN], arranged
+    NORMED,  # [tokens, HIDDEN]
     MIXED,  # [tokens, MIXED_SIZE of the layer], what its first products give
     # [tokens, NUM_HEADS, HEAD_SIZE + MORE_SIZE of the layer], or the queries of a recurrence.
     QUERIES,
-    ATTENDED,  # [tokens, ATTENDED_SIZE of the layer], arranged
-    INNER,  # [tokens, of the layer's MLP], arranged
+    ATTENDED,  # [tokens, ATTENDED_SIZE of the layer]
+    INNER,  # [tokens, of the layer's MLP]
     ADDED,  # [tokens, HIDDEN], the result to be added to the states
     LAYERS,  # int64 [NUM_LAYERS, LAYER_SIZE]
     # Int64 [kinds of masks, NUM_PARTS, 4]: a part's first token, its number of tokens, the address
@@ -28,7 +25,7 @@
     CACHES,
     KEPT,  # int64, the tokens whose logits are wanted
     NUM_KEPT,
-    LOGITS,  # of the format [NUM_KEPT, VOCAB_SIZE]
+    LOGITS,  # [NUM_KEPT, VOCAB_SIZE]
     SCRATCH,  # of all threads
     SCRATCH_SIZE,  # bytes of each
     # Int64 [phases, 32], zeros: the next piece, 64 bytes later the number of finished pieces; then
@@ -45,14 +42,15 @@
     SCORES_SIZE,
     CHOSEN,  # int64 [tokens, NUM_CHOSEN of the layer], experts
     SHARES,  # float32, the same shape: factors of these experts' results
-    OF_EXPERTS,  # [choices, EXPERT_INNER of the layer], arranged; by expert
+    OF_EXPERTS,  # [choices, EXPERT_INNER of the layer], by expert
     TILES,  # of what is compiled for tiles, `run_tiles`
     LAST_NORM,
-) = range(38)
+) = range(36)
 FLAGS, EPS, NORM_WEIGHT, NORM_BIAS, NORM_SIZE = range(5)  # EPS, as SCALING: bits of a float32
 # PACKED: address of the function compiled for a packed weight's format, or 0. ROW_BYTES: bytes of a
 # row of it. HALF: half the rows of a head, if rows of its first and second half alternate, or 0.
-# ACROSS: bytes between the weights of two inputs, if the weight is stored input by input, or 0.
+# ACROSS: bytes between the weights of two inputs, if the weight is stored input by input, or 0;
+# then ROW_BYTES is its format.
 (WEIGHT, BIAS, NUM_COLUMNS, FIRST_ADDED, END_ADDED, PACKED, ROW_BYTES, HALF, ACROSS) = range(9)
 PRODUCT_SIZE = 9
 HEAD = LAST_NORM + NORM_SIZE
@@ -84,36 +82,37 @@ MIXED_SIZE, ATTENDED_SIZE, RECURRENCE, RUN_ATTENTION, RUN_EXPERTS = range(153, 1
 # the values, too. Then LATENT is the row of ADDITIONS that describes the rest, counted from 1.
 (NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE, RESULT_SIZE, MORE_SIZE, VALUE_FACTOR) = range(158, 164)
 # INPUTS: address of what the layer gets of its tokens besides states, float32 [tokens, INPUT_SIZE];
-# it multiplies the activated results of INPUT_GATE. SCALAR: address of a number, of the format, by
-# which the states are multiplied at the end, or 0. READS: whether keys and values are those of
+# it multiplies the activated results of INPUT_GATE. SCALAR: address of a number by which the states
+# are multiplied at the end, or 0. READS: whether keys and values are those of
 # another layer, whose addresses CACHES has twice. NO_NORM: zeros.
 LATENT, INPUTS, INPUT_SIZE, SCALAR, READS, NO_NORM, LAYER_SIZE = (*range(164, 170), 173)
 # A low-rank addition to a product: its first factor as a product, WEIGHT and BIAS of the second,
-# the scale of the result, the format of both factors, and its first number in a row of BETWEEN.
+# the scale of the result, and its first number in a row of BETWEEN.
 SECOND = PRODUCT_SIZE
-TIMES, OF_ADDED, START = range(SECOND + 2, SECOND + 5)
+TIMES, START = range(SECOND + 2, SECOND + 4)
 # Experts: the router, and the gate of the shared expert, as products; codes for the choice and the
-# factors of results; the formats of the router and of the correction of its scores; addresses of
-# the stacked weights: gate and up together, and down; of their biases; how the weights lie; what
-# becomes of gate and up (`experts.GatingPlan`).
+# factors of results; the address of the correction of scores; the format of stacked weights that
+# lie input by input; addresses of the stacks: gate and up together, and down; of their biases; how
+# the weights lie; what becomes of gate and up (`experts.GatingPlan`).
 ROUTER, SHARED_GATE = 0, PRODUCT_SIZE
 (NUM_CHOSEN, WEIGHS, ROUTING, SHARE, NUM_SETS, NUM_SETS_CHOSEN, CORRECTION) = range(18, 25)
-(OF_ROUTER, OF_CORRECTION, EXPERT_GATE_UP, EXPERT_DOWN, EXPERT_INNER) = range(25, 30)
-(GATE_UP_BIAS, DOWN_BIAS, LIES, GATING, ALPHA, BOUND, ADDED_TO_UP, ADDED_TO_SUM) = range(30, 38)
-# Of packed experts, up has an address of its own; of gate, up and down, PACKED and ROW_BYTES.
-EXPERT_UP, GATE_PACKED, DOWN_PACKED, GATE_ROW, DOWN_ROW = 38, 39, 41, 42, 44
+(OF_STACKS, EXPERT_GATE_UP, EXPERT_DOWN, EXPERT_INNER) = range(25, 29)
+(GATE_UP_BIAS, DOWN_BIAS, LIES, GATING, ALPHA, BOUND, ADDED_TO_UP, ADDED_TO_SUM) = range(29, 37)
+# Of packed experts, up has an address of its own, or 0; of gate, up and down, PACKED and ROW_BYTES.
+EXPERT_UP, GATE_PACKED, DOWN_PACKED, GATE_ROW, DOWN_ROW = 37, 38, 40, 41, 43
 # Attention to latents: what makes queries of the normed columns of the layer's first product, or no
 # product if these are queries; what makes each head's key, without angles, and value of latents;
-# numbers of such a key, of a turned one, and of a value; address of what attends.
-(SECOND_QUERY, EXPAND, STRAIGHT, TURNING, EXPANDED, ATTEND) = (0, PRODUCT_SIZE, *range(18, 22))
+# numbers of such a key, of a turned one, and of a value; address of what attends; EXPAND's format.
+(SECOND_QUERY, EXPAND, STRAIGHT, TURNING, EXPANDED) = (0, PRODUCT_SIZE, *range(18, 21))
+ATTEND, OF_EXPAND = 21, 22
 # A recurrence: heads of keys, and of values, and their sizes; for queries, keys, values, gates of
 # results, writing strengths and decays, the first column in MIXED, and how many columns are from
 # those of one key head to those of the next; for the first three, the first channel of the
 # convolution; value heads that share a norm; whether it is a gated delta net, else a Mamba 2;
 # addresses of the biases of decays, of what decays are multiplied by, as logarithms, and of factors
-# by which values join the results; the format of these.
+# by which values join the results.
 (KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, COLUMNS, COLUMN_STEPS) = (*range(5), 10)
-CHANNELS, NUM_NORMED, IS_DELTA, DECAY_BIASES, DECAYS, SKIPS, OF_DECAYS = 16, *range(19, 25)
+CHANNELS, NUM_NORMED, IS_DELTA, DECAY_BIASES, DECAYS, SKIPS = 16, *range(19, 24)
 
 # The pool of workers, in lines of 8 words: how many jobs have begun; whether it is closed, how many
 # workers there are, and a zero; where idle workers sleep; how many still run; slots; a line of each
@@ -128,12 +127,11 @@ LAST_SLOT = WORKERS - SLOT_SIZE
 MUTEX, CONDITION = 8, 24
 
 # Flags of a norm; the last two say which numbers it spans, and when it runs.
-IS_NORM, CENTERS, ROUNDS, ADDS_ONE, IS_WHOLE, AFTER_TURN = 1, 2, 4, 8, 16, 32
-PLAIN, PAIRS, NARROW = range(3)  # arranged as float32, as float32 for bfloat16, as bfloat16
-# The pairs that are rotated together; no rounding between; the first of all neighbours come first.
-HALVES, NEIGHBOURS, WIDE, SORTS = 1, 2, 4, 8
+IS_NORM, CENTERS, ADDS_ONE, IS_WHOLE, AFTER_TURN = 1, 2, 4, 8, 16
+# The pairs that are rotated together; the first of all neighbours come first.
+HALVES, NEIGHBOURS, SORTS = 1, 2, 4
 SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SWISH = range(6)  # the last one is of experts alone
-TO_ROWS, TO_INNER, TO_LOGITS, TO_INPUTS = range(4)  # use of a product's columns
+TO_ROWS, TO_INNER, TO_INPUTS = range(3)  # use of a product's columns
 FIRST, NUM_NEW, MASK, MASK_ROW = range(4)
 # Of a recurrence, keys are the inputs of its convolution, and values what else tokens add, in
 # float32: keys, values, and of each value head how much its state keeps, and takes. STATE is the
@@ -141,10 +139,9 @@ FIRST, NUM_NEW, MASK, MASK_ROW = range(4)
 # LACKS on; those with the tokens before the slot UNTIL go to the address BROUGHT.
 KEYS, KEY_HEAD, VALUES, VALUE_HEAD, NUM_KEYS, STATE, LACKS, UNTIL, BROUGHT, CACHE_SIZE = range(10)
 
-# Scores by which experts are chosen, factors of their results, and further operations on both:
-# products are rounded, and factors, and what becomes of the products before the choice.
+# Scores by which experts are chosen, factors of their results, and further operations on both.
 BY_SOFTMAX, BY_SIGMOID, BY_SOFTMAX_OF_CHOSEN, BY_MIXING = range(4)
-SELECTS_RAW, IS_SORTED, IS_SUMMED, ROUNDS_SCORES, ROUNDS_SHARES, ROUNDS_WEIGHED = 1, 2, 4, 8, 16, 32
+SELECTS_RAW, IS_SORTED, IS_SUMMED = 1, 2, 4
 # Weights of experts lie input by input; the columns of gate and up alternate.
 LIE_ACROSS, ALTERNATE = 1, 2
 

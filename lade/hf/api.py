@@ -36,9 +36,9 @@ from lade.drafters.merged import takes_pool
 from lade.drafting.drafter import Drafter
 from lade.engine.engine import at_turn
 from lade.errors import LadeError, PlainDecodingWarning, in_one_line
+from lade.hf.arithmetic import run
 from lade.hf.assistance import exiting_early, take_assistant
 from lade.hf.call import Arguments, Call, OnStep, Predicted
-from lade.hf.generation import Generation
 from lade.hf.options import (
     refuse_unsupported_arguments,
     refuse_unsupported_options,
@@ -162,7 +162,7 @@ def _run(call: Call) -> Any:
     if not len(call.input_ids):
         raise ValueError(f"expected input_ids of one row or more, got {[*call.input_ids.shape]}")
     with at_turn():  # in a callback of a call, too
-        return Generation(call).run()
+        return run(call)
 
 
 def wrap(

@@ -2,10 +2,8 @@
 
 import torch
 
-from lade.compat import dtype_of
 from lade.errors import PlainDecodingWarning, VerificationWarning
 from lade.forward.job import FusedForwards
-from lade.forward.linear import FORMATS
 from lade.hf.circumstances import Circumstances
 from lade.hf.planning import Planned
 from lade.probing.factory import VerificationPlan
@@ -47,11 +45,7 @@ def say_why_by_torch(seen: Circumstances) -> None:
     model, present = seen.call.model, seen.profile
     were = [each.found.get("fast_views") for each in Profiles.of(model) if each is not present]
     is_lost = any(isinstance(each, FusedForwards) for each in were)
-    if (
-        not is_lost
-        or dtype_of(model) not in FORMATS
-        or (reason := present.why_by_torch(model)) is None
-    ):
+    if not is_lost or (reason := present.why_by_torch(model)) is None:
         return
     text = (
         f"lade's compiled forward no longer runs {type(model).__name__}, and torch takes about "

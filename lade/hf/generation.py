@@ -7,7 +7,7 @@ from typing import Any
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from lade.batch import Batch
-from lade.compat import CACHE, has_adapters_by_row
+from lade.compat import CACHE, dtype_of, has_adapters_by_row
 from lade.compat.attempts import Attempt
 from lade.decoder import Decoder
 from lade.hf.call import Call
@@ -130,8 +130,13 @@ class Generation:
         sequences, outputs = self._batch.sequences(), self._outputs
         if not self._call.returns_dict:
             return sequences
+        stats.arithmetic = self._arithmetic
         scores = {name: outputs.get(name) for name in ("scores", "logits")}
         return GenerateOutput.of(stats, sequences=sequences, **scores, **{CACHE: self._cache})
+
+    @property
+    def _arithmetic(self) -> str:
+        return str(dtype_of(self._call.model)).removeprefix("torch.")
 
     def _decode_standard(self) -> Any:
         """Decode as `generate` does, if no method can verify drafts."""
@@ -147,6 +152,7 @@ class Generation:
         """Return the output of standard decoding with `stats`, without a cache that lade keeps."""
         if not self._call.returns_dict:
             return output
+        stats.arithmetic = self._arithmetic
         no_cache = {} if self._reuse is None else {CACHE: None}
         return GenerateOutput.of(stats, **{**output, **no_cache})
 

@@ -9,7 +9,7 @@ from lade.drafting.successors import compile_kernels as compile_ranks
 from lade.forward.linear import compile_kernels as compile_forwards
 from lade.forward.linear import kernels
 from lade.probing.plan import choose_verification
-from lade.probing.profile import profile_of
+from lade.probing.profile import computing, profile_of
 from lade.probing.rules import refuse_encoder_decoder
 from lade.probing.settling import ready
 from ngram_pool import NGramPool
@@ -44,6 +44,9 @@ def warm_up(model: Model | None = None, *, num_rows: int = 1, config: Config | N
         compile_forwards()
         return
     kernels()
+    if config.uses_kernels and config.arithmetic != "model" and config.execution != "static":
+        profile_of(model).is_warm = True
+        model = computing(model)
     profile = profile_of(model)
     with torch.no_grad():
         for num in {1, num_rows}:

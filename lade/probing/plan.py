@@ -10,7 +10,6 @@ from lade.attention.packed import PACKED_SDPA
 from lade.compat import Model, attention_of, device_of_inputs, unwrapped
 from lade.config import SPECULATING, Config, Execution, Verification
 from lade.errors import UnsupportedModelError
-from lade.forward.job import FusedForwards
 from lade.probing.factory import VerificationPlan
 from lade.probing.profile import (
     CacheKind,
@@ -18,6 +17,7 @@ from lade.probing.profile import (
     CheckResult,
     Profile,
     Profiles,
+    computing,
     profile_of,
 )
 from lade.probing.rules import WITHOUT_CACHE, refuse_encoder_decoder
@@ -123,7 +123,7 @@ def _why_not_back(model: Model, config: Config, profile: Profile) -> str | None:
             if device_of_inputs(model).type != "cpu" or not config.uses_kernels:
                 return "torch's forwards add all tokens to its recurrent states"
             views = profile.fast_views_for(model)
-            if not isinstance(views, FusedForwards):
+            if views is None:
                 return f"its recurrent layers run by torch ({profile.why_by_torch(model)})"
             if not views.pays(1):
                 return "its recurrent layers run by torch, which is faster"
@@ -225,9 +225,10 @@ def probe(model: Model, *, num_rows: int = 1, anew: bool = False) -> Probe:
     if config.use_cache is False:
         cache, excluded = "none", dict(WITHOUT_CACHE)
     with torch.no_grad():
-        chosen = choose_verification(model, num_rows=num_rows, cache=cache, excluded=excluded)
         is_on_cpu = device_of_inputs(model).type == "cpu"
         why_by_torch = profile_of(model).why_by_torch(model) if is_on_cpu else None
+        model = computing(model) if cache == "dynamic" else model
+        chosen = choose_verification(model, num_rows=num_rows, cache=cache, excluded=excluded)
     attention = chosen.attention or attention_of(model)
     name = type(model).__name__
     found = chosen.verification, attention, chosen.reasons, chosen.execution

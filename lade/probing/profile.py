@@ -9,14 +9,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lade.budget.seconds import Seconds
-from lade.compat import Model, compiled_part_of, unwrapped
+from lade.compat import Model, compiled_part_of, device_of_inputs, dtype_of, unwrapped
 from lade.compat.attempts import Attempt
 from lade.compat.view import FastViews
 from lade.config import Execution, Verification
-from lade.forward.job import FusedForwards, forwards_for, why_by_torch
-from lade.forward.linear import products_for
+from lade.forward.job import forwards_for, why_by_torch
+from lade.forward.widening import NARROW, WidenedModel, why_rounded
 from lade.probing.proof import Distances
-from lade.probing.state import ModelState
+from lade.probing.state import ModelState, check_tokens
 from lade.probing.user_code import user_code_of
 from lade.targets.layout import TreeLayout, tree_layout
 from lade.targets.prefixes import PrefixStore
@@ -90,7 +90,7 @@ class Profile:
         return self.once("layout", lambda: tree_layout(model))
 
     def fast_views_for(self, model: Model) -> FastViews | None:
-        """Return the maker of views that run lade's kernels; None if they cannot run here."""
+        """Return the maker of views that run compiled forwards; None if they cannot run here."""
 
         def find() -> FastViews | None:
             state, is_users = self.state, self._user_code_in_jobs(model)
@@ -99,8 +99,7 @@ class Profile:
                     state.watch(model)
             if state.autocast is not None:
                 return None  # jobs and products leave it to torch
-            whole = None if is_users else forwards_for(model, state.settings_hold)
-            return whole or products_for(model)
+            return None if is_users else forwards_for(model, state.settings_hold)
 
         return self.once("fast_views", find)
 
@@ -108,13 +107,38 @@ class Profile:
         """Return why forwards on a CPU run by torch; None if they may be compiled."""
 
         def find() -> str | None:
-            if isinstance(self.fast_views_for(model), FusedForwards):
+            if dtype_of(model) in NARROW:
+                widened = self.widened(model)
+                return widened if isinstance(widened, str) else None
+            if self.fast_views_for(model) is not None:
                 return None  # known without reading the model again
             if self.state.autocast is not None:
                 return f"its forward runs under autocast ({self.state.autocast})"
             return self._user_code_in_jobs(model) or why_by_torch(model)
 
         return self.once("why_by_torch", find)
+
+    def widened(self, model: Model) -> WidenedModel | str:
+        """Return what computes in float32 with the weights of a model in 16 bits, or why not."""
+
+        def find() -> WidenedModel | str:
+            dtype = dtype_of(model)
+            offloads = any(hasattr(module, "_hf_hook") for module in model.modules())
+            if dtype not in NARROW or device_of_inputs(model).type != "cpu" or offloads:
+                return f"its weights are {dtype}"
+            with Attempt(even_memory=True) as attempt:  # the model's code runs
+                if self.state.settings is None:
+                    self.state.watch(model)
+                made = WidenedModel(model, dtype)
+                made.view.__dict__["_lade_profiles"] = Profiles()
+                if not made.is_small:
+                    return "too many of its weights belong to no linear layer"
+                why = why_rounded(made.view, check_tokens(model)[:4])
+                why = why or profile_of(made.view).why_by_torch(made.view)
+                return made if why is None else why
+            return str(attempt.failure)
+
+        return self.once("widened", find)
 
     def _user_code_in_jobs(self, model: Model) -> str | None:
         """Return the name of user code that a compiled forward would not call, or None."""
@@ -157,8 +181,12 @@ class Profiles:
         return self._profiles[0].state.autocast if self._profiles else None
 
     def __iter__(self) -> Iterator[Profile]:
-        """Iterate over the profiles, latest first."""
-        return iter(self._profiles)
+        """Iterate over the profiles, latest first, and over those of their views in float32."""
+        for profile in self._profiles:
+            yield profile
+            widened = profile.found.get("widened")
+            if isinstance(widened, WidenedModel):
+                yield from Profiles.of(widened.view)
 
     def present(self, model: Model) -> Profile:
         """Return the profile of the model in its present state, new if it has none."""
@@ -206,6 +234,20 @@ def profile_of(model: Model) -> Profile:
     return Profiles.of(model).present(model)
 
 
+def computing(model: Model) -> Model:
+    """Return the view that computes in float32 what a model in 16 bits holds; else the model.
+
+    There is one if its forwards are compiled (`FusedForwards`), which compute in float32 alone.
+    """
+    if dtype_of(model) not in NARROW:
+        return model
+    widened = profile_of(model).widened(model)
+    if isinstance(widened, str):
+        return model
+    widened.refresh()
+    return widened.view
+
+
 def release(model: Model) -> None:
     """Free the memory that lade keeps with a model between calls.
 
@@ -219,3 +261,6 @@ def release(model: Model) -> None:
         profiles.prefixes.clear()
         for profile in profiles:
             profile.static_steps.clear()
+            widened = profile.found.get("widened")
+            if isinstance(widened, WidenedModel):
+                release(widened.view)

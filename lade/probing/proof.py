@@ -258,11 +258,6 @@ class ProvedTarget:
         for column, row in enumerate(plan.trees):
             # A copy: later forwards may write to the same memory.
             self._alone[row, len(row.token_ids) - 1] = logits[0, column].clone()
-        if target.has_one_way and not self._is_around:
-            # The text must not depend on when proofs are due.
-            target.discard()
-            self.num_forwards += 1
-            logits = target.forward(target.inputs(roots))
         return logits
 
     def _error(self, logits: Tensor) -> float:

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lade.engine.engine import Engine
 from lade.models.loading import LoadedModel
-from lade.probing.profile import Profiles
+from lade.probing.profile import Profiles, computing
 from lade.server import exchange as exchanges
 from lade.server.access import ApiKeys, KeyOwner, Shares, is_known, origin_of
 from lade.server.answers import events, whole
@@ -69,7 +69,7 @@ class Routes:
         self.pools = UserPools(loaded, options)
         self._preparing = Preparing(loaded, options)
         self._loaded, self._engine = loaded, engine
-        prefixes = Profiles.of(loaded.model).prefixes
+        prefixes = Profiles.of(computing(loaded.model)).prefixes
         self._metrics = Metrics(name, engine, self.pools.store, prefixes)
         self._workers, self._lookers = _Workers(4, 2), _Workers(1, 1)  # for schemas
         most = options.max_body_bytes

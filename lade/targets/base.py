@@ -29,11 +29,6 @@ class Target(ABC):
     _is_untimed = False  # whether the last forward also ran other calls, or a compiler
 
     @property
-    def has_one_way(self) -> bool:
-        """Whether all forwards but `forward_roots` give a token the same bits."""
-        return False
-
-    @property
     def extra_sec(self) -> float:
         """Extra seconds of the last forward over others of its size; infinite if unknown."""
         return math.inf if self._is_untimed else 0.0

@@ -185,11 +185,6 @@ class RowsTarget(Target):
             return run_as_one(parts)
         return torch.cat(self.ask(self._engine_call, parts), dim=1)
 
-    @property
-    def has_one_way(self) -> bool:
-        """Whether all forwards but the model's give a token the same bits."""
-        return self._rows[0].has_one_way
-
     def join(self, call: EngineCall) -> None:
         """Run forwards together with other calls, if all rows may."""
         if all(target.may_join for target in self._all):

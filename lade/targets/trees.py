@@ -175,14 +175,13 @@ class TreeTarget(Target):
     def _by_masks(self) -> Tensor | None:
         """Run a prompt with padding, or longer than a window, as its later tokens will run.
 
-        Return None for other prompts, and where torch is to run them: in float32 with padding, for
-        whose tokens a job gives other keys, or without packed weights.
+        Return None for other prompts, and where torch is to run them: without packed weights.
         """
         num_tokens, fast_views = self._input_ids.shape[1], self._fast_views
         sees_all = num_tokens <= self._least_span
         if fast_views is None or (sees_all and not self._is_padded):
             return None
-        if not self.has_one_way and (self._is_padded or not fast_views.is_packed):
+        if not fast_views.is_packed:
             return None
         positions, start = self._prompt_positions(), self.cache.get_seq_length()
         if positions is None or not fast_views.pays(num_tokens):
@@ -237,12 +236,10 @@ class TreeTarget(Target):
 
     def prompt(self) -> Part | None:
         """Return the whole prompt as a part of a forward; None if it must run alone."""
-        positions, length = self._prompt_positions(), self._input_ids.shape[1]
+        positions = self._prompt_positions()
         if positions is None or self._padding is not None or self.cache.get_seq_length():
             return None
-        if self.has_one_way and self._fast_views is not None and not self._fast_views.pays(length):
-            return None  # such a prompt runs by the model's own forward
-        return self._prompt_part(positions, 0, length)
+        return self._prompt_part(positions, 0, self._input_ids.shape[1])
 
     def follow(self, other: "TreeTarget") -> None:
         """Copy the cache of another target that has run an equal prompt."""
@@ -287,11 +284,6 @@ class TreeTarget(Target):
         else:
             (logits,) = self.ask(self._engine_call, [self._as_part(view, inputs)])
         return logits
-
-    @property
-    def has_one_way(self) -> bool:
-        """Whether all forwards but the model's give a token the same bits."""
-        return self._fast_views is not None and self._fast_views.has_one_way
 
     def part(self, inputs: dict[str, Any]) -> Part:
         """Return a step as a part of a forward."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lade.forward.widening import WidenedModel
 from tests.support.tiny import VARIANTS, CannotBuild, causal_lm_types, tiny_model
 
 QUICK = [
@@ -54,6 +55,12 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, **options: Any) ->
         if options:
             raise
         pytest.skip(str(error))
+
+
+def widened(model: Any) -> Any:
+    """Return the view of a model in 16 bits that computes in float32; else the model."""
+    narrow = model.dtype in (torch.bfloat16, torch.float16)
+    return WidenedModel(model, model.dtype).view if narrow else model
 
 
 class LowRank(nn.Module):

@@ -17,7 +17,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lade.attention.packed import Calls, with_calls
 from lade.compat import CACHE
-from lade.forward import _tiles
 from lade.forward.job import FusedForwards, forwards_for
 from lade.forward.workers import run_job
 from lade.models.gguf import load_gguf
@@ -25,17 +24,12 @@ from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache
 from lade.targets.layout import tree_layout
 from tests.grids import thinned
-from tests.lade.forward.families import adapted, model_of
+from tests.lade.forward.families import adapted, model_of, widened
 from tests.lade.forward.lanes import kernels_with
 from tests.lade.forward.test_job import SERVED
 from tests.lade.models.gguf_files import write
 
-WAYS = {
-    "float32": (torch.float32, False),
-    "bfloat16": (torch.bfloat16, False),
-    "dots": (torch.bfloat16, True),
-    "float16": (torch.float16, False),
-}
+WAYS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUICK = "llama", "gemma2", "olmo2", "starcoder2"
 HOWS = "piece", "tree", "parts", "kept"
 # Wide enough for what is rounded to 16 bits to show in which order it was summed.
@@ -44,31 +38,22 @@ MIDDLE |= {"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 4,
 LENGTH = 150  # more than two blocks of keys, and than a piece of a prompt
 
 
-class Way(NamedTuple):
-    dtype: torch.dtype
-    has_dots: bool
-
-
-def force(name: str, monkeypatch: pytest.MonkeyPatch) -> Way:
-    """Run every forward by a job, and fail where none can."""
-    way = Way(*WAYS[name])
+def force(name: str, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """Run every forward by a job, and fail where none can; return the dtype of weights."""
 
     def choose(self: Any, request: Any, _: Any, cache: Any) -> Any:
-        self._has_dots = way.has_dots and self._has_dots
         logits = self._by_job(request)
         assert logits is not None
         return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
 
     monkeypatch.setattr(FusedForwards, "settle", lambda *_: None)
     monkeypatch.setattr(FusedForwards, "_choose", choose)
-    return way
+    return WAYS[name]
 
 
 @pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
-    """Run every forward of a test in a way, by jobs."""
-    if request.param == "dots" and not _tiles.HAS_DOTS:
-        pytest.skip("this CPU multiplies no pairs of bfloat16")
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """Run every forward of a test by jobs, with weights of a dtype."""
     return force(request.param, monkeypatch)
 
 
@@ -91,6 +76,7 @@ class Texts:
     """A text, the bits that its tokens have one by one, and ways to run it otherwise."""
 
     def __init__(self, model: Any, forwards: FusedForwards | None = None) -> None:
+        model = widened(model)
         made = forwards or forwards_for(model)
         assert made is not None
         self._config = model.config
@@ -231,15 +217,15 @@ def same_bits(mine: Tensor, theirs: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("family", thinned(SERVED, *QUICK))
-def test_a_token_has_the_same_bits_in_any_forward(family: str, way: Way) -> None:
-    texts = Texts(model_of(family, way.dtype))
+def test_a_token_has_the_same_bits_in_any_forward(family: str, dtype: torch.dtype) -> None:
+    texts = Texts(model_of(family, dtype))
     for seed in range(2):
         assert texts.differences(seed) == []
 
 
 @pytest.mark.parametrize("how", HOWS[:3])
-def test_each_kind_of_forward_gives_the_same_bits(how: str, way: Way) -> None:
-    texts = Texts(model_of("llama", way.dtype, **MIDDLE))
+def test_each_kind_of_forward_gives_the_same_bits(how: str, dtype: torch.dtype) -> None:
+    texts = Texts(model_of("llama", dtype, **MIDDLE))
     assert texts.differences(0, (how,)) == []
 
 
@@ -258,19 +244,18 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", SHAPES, ids=str)
-def test_rows_need_not_be_whole_vectors(options: dict[str, Any], way: Way) -> None:
-    assert Texts(model_of("llama", way.dtype, **options)).differences(0) == []
+def test_rows_need_not_be_whole_vectors(options: dict[str, Any], dtype: torch.dtype) -> None:
+    assert Texts(model_of("llama", dtype, **options)).differences(0) == []
 
 
-def test_low_rank_additions_have_the_same_bits(way: Way) -> None:
-    for dtype in {way.dtype, torch.float32}:
-        model = model_of("llama", way.dtype)
-        adapted(model, dtype=dtype)
-        assert Texts(model).differences(0) == []
+def test_low_rank_additions_have_the_same_bits(dtype: torch.dtype) -> None:
+    model = model_of("llama", dtype)
+    adapted(model, dtype=torch.float32)
+    assert Texts(model).differences(0) == []
 
 
-def test_layers_with_hooks_have_the_same_bits(way: Way) -> None:
-    model = model_of("gemma2", way.dtype)
+def test_layers_with_hooks_have_the_same_bits(dtype: torch.dtype) -> None:
+    model = model_of("gemma2", dtype)
     model.model.layers[1].register_forward_hook(lambda _, __, out: out * 1.5)
     assert Texts(model).differences(0) == []
 
@@ -283,9 +268,9 @@ def test_vectors_of_either_length_keep_the_order(
     """Those of this machine are one of the two."""
     kernels = kernels_with(num_lanes, tmp_path, monkeypatch)
     for name in WAYS:
-        way = force(name, monkeypatch)
+        dtype = force(name, monkeypatch)
         for options in (MIDDLE, *SHAPES):
-            model = model_of("llama", way.dtype, **options)
+            model = widened(model_of("llama", dtype, **options))
             assert Texts(model, FusedForwards(model, kernels, run_job)).differences(0) == []
 
 
@@ -293,9 +278,9 @@ def test_vectors_of_either_length_keep_the_order(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_hidden_adds_nothing_whatever_it_holds(value: float, way: Way) -> None:
+def test_what_is_hidden_adds_nothing_whatever_it_holds(value: float, dtype: torch.dtype) -> None:
     """Neither rejected siblings, nor what follows in the same piece; what is seen counts."""
-    model = model_of("llama", way.dtype)
+    model = model_of("llama", dtype)
     texts = Texts(model)
     texts._ids = [*range(10, 20)]
     embedding: nn.Embedding = model.get_input_embeddings()

@@ -12,8 +12,8 @@ from torch import nn
 from lade.forward import _experts, words
 from lade.forward.job import forwards_for, why_by_torch
 from lade.forward.reading import read
-from tests.lade.forward.families import FORMATS, model_of
-from tests.lade.forward.test_bits import Texts, Way, no_grad, way  # noqa: F401
+from tests.lade.forward.families import model_of
+from tests.lade.forward.test_bits import Texts, dtype, no_grad  # noqa: F401
 
 
 @pytest.mark.parametrize("num_values", [1, 2, 3, 8, 17, 60, 128, 256, 512])
@@ -78,10 +78,9 @@ def test_how_weights_lie_and_what_gates_do_is_read() -> None:
         ("aria_text", (words.LIE_ACROSS, silu)),
         ("lfm2_moe", (0, silu)),
     ):
-        for dtype in FORMATS:
-            plan = read(model_of(family, dtype)).layers[-1].experts
-            assert plan is not None
-            assert (plan.lies, plan.gating) == expected, family
+        plan = read(model_of(family)).layers[-1].experts
+        assert plan is not None
+        assert (plan.lies, plan.gating) == expected, family
     assert forwards_for(model_of("gpt_oss", intermediate_size=36)) is None  # no whole vectors
 
 
@@ -99,15 +98,15 @@ def test_a_bound_of_large_gates_is_noticed() -> None:
     assert "an activation of its own" in str(why_by_torch(model))
 
 
-def test_a_token_of_many_experts_has_the_same_bits(way: Way) -> None:  # noqa: F811
-    model = grouped().to(way.dtype)
+def test_a_token_of_many_experts_has_the_same_bits(dtype: torch.dtype) -> None:  # noqa: F811
+    model = grouped().to(dtype)
     assert Texts(model).differences(0) == []
 
 
-def test_wide_experts_whose_weights_lie_across_give_the_same_bits(way: Way) -> None:  # noqa: F811
+def test_wide_experts_whose_weights_lie_across_give_the_same_bits(dtype: torch.dtype) -> None:  # noqa: F811
     """Their pieces are of other sizes for one token than for many."""
     given = {"hidden_size": 160, "intermediate_size": 1056, "num_local_experts": 3}
-    model = model_of("gpt_oss", way.dtype, **given)
+    model = model_of("gpt_oss", dtype, **given)
     texts = Texts(model)
     assert texts.differences(0) == []
     torch.set_num_threads(2)

@@ -75,7 +75,7 @@ def goes_on(model: Any, num_tokens: int) -> None:
     for own, theirs in held:
         for name in {"conv_states", "recurrent_states"} & vars(theirs).keys():
             mine, other = getattr(own, name)[0], getattr(theirs, name)[0]
-            assert mine is other is None or torch.allclose(mine, other, atol=1e-4)
+            assert mine is other is None or torch.allclose(mine, other, atol=5e-4)
     more = {**given, "past_key_values": got.past_key_values, "max_new_tokens": 9}
     longer = torch.cat([got.sequences, ids], dim=1)
     more["attention_mask"] = torch.ones_like(longer)

@@ -15,15 +15,14 @@ from lade.forward.comparing import UnsupportedForwardError
 from lade.forward.job import forwards_for
 from lade.forward.reading import DecoderPlan, read
 from tests.grids import thinned
-from tests.lade.forward.families import FORMATS, QUICK, READABLE, model_of
+from tests.lade.forward.families import QUICK, READABLE, model_of
 from tests.lade.tiny import IS_NEWEST
 from tests.support.tiny import tiny_model
 
 
-@pytest.mark.parametrize("dtype", thinned(FORMATS, torch.float32), ids=str)
 @pytest.mark.parametrize("family", thinned(READABLE, *QUICK))
-def test_families_are_read(family: str, dtype: torch.dtype) -> None:
-    model = model_of(family, dtype)
+def test_families_are_read(family: str) -> None:
+    model = model_of(family)
     plan = read(model)
     text = model.config.get_text_config(decoder=True)
     # mllama runs layers that look at images only where there are some.
@@ -91,7 +90,7 @@ def test_what_sets_families_apart_is_read() -> None:
         ("bert", lambda plan: [norm is None for norm in plan.layers[0].norms[6:8]], [False] * 2),
         ("bert", lambda plan: plan.transform.activation, words.GELU),
         ("nanochat", lambda plan: plan.embedding.norm is None, False),
-        ("hunyuan_v1_dense", lambda plan: plan.layers[0].norms[4].flags & words.AFTER_TURN, 32),
+        ("hunyuan_v1_dense", lambda plan: plan.layers[0].norms[4].flags & words.AFTER_TURN, 16),
         ("phi", lambda plan: plan.layers[0].is_parallel, True),
         ("afmoe", lambda plan: plan.layers[0].order, (1, (0, 4, 8), 1, 12)),
         ("qwen3_next", lambda plan: plan.layers[1].order, (1, (0, 8, 10), 2, 1)),

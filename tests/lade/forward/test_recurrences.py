@@ -41,14 +41,10 @@ def test_recurrences_of_any_size(
 ) -> None:
     for dtype in FORMATS:
         model = model_of(family, dtype, **options)
-        if family in MAMBAS and dtype is not torch.float32:
-            for num_tokens in (3, 8, TEXT.shape[1]):
-                Prefilled(model, TEXT).run([*range(-1, num_tokens - 2)])
-        else:
-            with_drafts(model, TEXT)
-        # In float32 torch's own forwards are off by 1e-4: states add up errors.
+        with_drafts(model, TEXT)
+        # Torch's own forwards are off by 1e-4: states add up errors.
         near = [e._replace(is_close=e.is_close or float(e.told) < 5e-4) for e in compared]
-        assert are_close(near if dtype is torch.float32 else compared, model), compared
+        assert are_close(near), compared
         assert {TEXT.shape[1]} < {each.num_tokens for each in compared}
         compared.clear()
 

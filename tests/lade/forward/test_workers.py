@@ -28,7 +28,7 @@ def product(number: float = 1.0) -> bool:
     assert made is not None
     with torch.no_grad():
         weight = torch.full((256, 128), number)
-        got = linear.Products(*made).by_job(torch.ones(3, 128), weight, None)
+        got = linear.Products(*made).product(torch.ones(3, 128), weight, None)
     return bool((got == 128 * number).all())
 
 
@@ -62,7 +62,7 @@ def test_a_stopped_worker_changes_no_bit_and_touches_no_job_that_is_over(
 
     monkeypatch.setattr(linear, "run_job", spoil)
     sizes = {"intermediate_size": 1000, "vocab_size": 1011} if family in ("llama", "gemma2") else {}
-    model = model_of(family.replace("adapted", "llama"), WAYS[way][0], **sizes)
+    model = model_of(family.replace("adapted", "llama"), WAYS[way], **sizes)
     if family == "adapted":
         adapted(model)
     torch.set_num_threads(1)
