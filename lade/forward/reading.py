@@ -528,8 +528,9 @@ class _Reader:
         for last, mine, out in [*self._norms]:
             if not torch.equal(out, given) or is_near(mine, states):
                 continue
-            for module in self._calls:
-                if type(module) not in _LINEARS or self._io(module)[1].shape != mine.shape:
+            linears: Any = [each for each in self._calls if type(each) in _LINEARS]
+            for module in linears:
+                if self._io(module)[1].shape != mine.shape:
                     continue
                 got, results = self._io(module)
                 activation = self._activation(results, 1.0, mine)

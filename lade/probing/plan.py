@@ -226,9 +226,9 @@ def probe(model: Model, *, num_rows: int = 1, anew: bool = False) -> Probe:
         cache, excluded = "none", dict(WITHOUT_CACHE)
     with torch.no_grad():
         is_on_cpu = device_of_inputs(model).type == "cpu"
+        view = computing(model) if cache == "dynamic" else model
+        chosen = choose_verification(view, num_rows=num_rows, cache=cache, excluded=excluded)
         why_by_torch = profile_of(model).why_by_torch(model) if is_on_cpu else None
-        model = computing(model) if cache == "dynamic" else model
-        chosen = choose_verification(model, num_rows=num_rows, cache=cache, excluded=excluded)
     attention = chosen.attention or attention_of(model)
     name = type(model).__name__
     found = chosen.verification, attention, chosen.reasons, chosen.execution

@@ -15,6 +15,7 @@ from lade.compat.view import FastViews
 from lade.config import Execution, Verification
 from lade.forward.job import forwards_for, why_by_torch
 from lade.forward.widening import NARROW, WidenedModel, why_rounded
+from lade.machine.generators import are_random_states, put_back, random_states
 from lade.probing.proof import Distances
 from lade.probing.state import ModelState, check_tokens
 from lade.probing.user_code import user_code_of
@@ -126,6 +127,7 @@ class Profile:
             offloads = any(hasattr(module, "_hf_hook") for module in model.modules())
             if dtype not in NARROW or device_of_inputs(model).type != "cpu" or offloads:
                 return f"its weights are {dtype}"
+            before = random_states(model.device)
             with Attempt(even_memory=True) as attempt:  # the model's code runs
                 if self.state.settings is None:
                     self.state.watch(model)
@@ -134,6 +136,8 @@ class Profile:
                 if not made.is_small:
                     return "too many of its weights belong to no linear layer"
                 why = why_rounded(made.view, check_tokens(model)[:4])
+                if model.training and not are_random_states(model.device, before):
+                    put_back(model.device, before)  # as dropout has drawn
                 why = why or profile_of(made.view).why_by_torch(made.view)
                 return made if why is None else why
             return str(attempt.failure)

@@ -23,7 +23,7 @@ def test_config_refuses_what_it_cannot_mean() -> None:
         with pytest.raises(TypeError, match=rf"expected Config\({switch}=…\) to be a bool, got 1"):
             Config(**{switch: 1})  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match=r"stable_text=…\) was removed: in float32 no text depends"
+        ValueError, match=r"stable_text=…\) was removed: the compiled forward pass computes"
     ):
         Config(stable_text=True)
     for execution in ("fixed", "graphs"):

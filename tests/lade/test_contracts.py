@@ -164,7 +164,7 @@ def test_forwards_run_fused_and_give_the_logits_of_the_model(family: str) -> Non
 
 
 @pytest.mark.usefixtures("single_thread")
-def test_logits_in_bfloat16_are_as_close_as_those_of_generate() -> None:
+def test_logits_of_bfloat16_weights_are_as_exact_as_in_float32() -> None:
     model = tiny_model(dtype=torch.bfloat16, head_dim=16, num_hidden_layers=12)
     for _ in range(3):
         got = answered(model, ONE, output_logits=True, **LONG)
