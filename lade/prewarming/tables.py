@@ -9,8 +9,8 @@ from lade.errors import UnsupportedModelError, UserError
 from lade.prewarming.fingerprint import fingerprint_of
 from lade.probing.profile import Profile
 from ngram_pool import NGramPool
-from ngram_pool.writing import LOCK_SEC
 
+_LOCK_SEC = 60.0  # to wait for another process that saves the table
 # For 2**20 contexts: 64 MB on disk and in memory. A full table forgets the least recent contexts.
 _CAPACITY_TOKENS = 2**24
 
@@ -113,7 +113,7 @@ def add_to_table(path: Path, added: NGramPool, seconds: float) -> NGramPool:
     from filelock import FileLock  # here, as only writers need it
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock"), timeout=LOCK_SEC):
+    with FileLock(path.with_suffix(".lock"), timeout=_LOCK_SEC):
         table = read_table(path)
         table.merge(added)
         table.model, table.note = path.stem, str(seconds_of(table) + seconds)
