@@ -430,57 +430,6 @@ class NGramPool:
             token_ids = self._held.text[rows[: bounds[num]], TOKEN]
         return (token_ids[begin:end] for begin, end in pairwise(bounds[: num + 1].tolist()))
 
-    def merge(self, other: "NGramPool") -> None:
-        """Observe all text of another pool, and take its harvested successors.
-
-        Each sequence of `other` is observed as a separate text. If both pools know successors of a
-        context, they are averaged. Of two expected counts of a token, the greater is
-        taken. Neither the weights of this pool's sources nor `other` change.
-
-        Raises:
-            ReadOnlyPoolError: the pool is read-only.
-            TypeError: `other` is no pool.
-            ValueError: `other` is this pool, or holds text of another tokenizer. The pool is
-                unchanged after such an error; after an interrupt, it has taken a first part.
-
-        Warns:
-            UserWarning: `other` has successors of another model, which are left out.
-
-        >>> pool, other = NGramPool(), NGramPool()
-        >>> other.observe([5, 6, 7])
-        >>> pool.merge(other)
-        >>> pool.draft([5], max_draft_tokens=2).candidates()
-        [[6, 7]]
-        """
-        if not isinstance(other, NGramPool):
-            raise TypeError(f"expected an NGramPool, got {other!r}")
-        if other is self:
-            raise ValueError("expected another pool, got this one itself")
-        self._check_learns("merge")
-        if self.tokenizer and other.tokenizer and self.tokenizer != other.tokenizer:
-            raise ValueError(
-                f"expected text of the tokenizer {self.tokenizer}, got a pool of {other.tokenizer}"
-            )
-        for text in other.texts():
-            self.observe(text, None)
-        if not self.model or not other.model or self.model == other.model:
-            with other._lock:
-                harvested, unigrams = copy.copy(other._harvested), other._unigrams.as_dict()
-            with self._lock:
-                self._harvested.update(harvested)
-                # The greater count, so that a pool that returns its own text is not counted twice.
-                had = self._unigrams.as_dict()
-                more = {k: n - had.get(k, 0.0) for k, n in unigrams.items() if n > had.get(k, 0.0)}
-                ids = sorted(more, key=more.__getitem__)  # full buckets drop the rarest
-                self._count_unigrams([ids], [[more[token_id] for token_id in ids]])
-        self.tokenizer = self.tokenizer or other.tokenizer
-        self.model = self.model or other.model
-        if self.model != other.model and other.model:
-            warnings.warn(
-                f"successors of the model {other.model} are left out of a pool of {self.model}",
-                stacklevel=2,
-            )
-
     # --- reading ----------------------------------------------------------------------------
 
     def draft(

@@ -119,10 +119,15 @@ class Seconds:
         covariance, sec = self._belief.covariance, self.at(sizes)
         rates = gains / sec
         best = int(rates.argmax())
-        # The variance of the difference to the best, of the sizes at or above.
-        knots = np.minimum(KNOTS.searchsorted(sizes), len(KNOTS) - 1)
-        beside = covariance[knots.item(best)][knots]
-        variances = covariance.diagonal()[knots] + beside.item(best) - 2 * beside
+        knots = KNOTS.searchsorted(sizes, "right").clip(1, len(KNOTS) - 1)
+        shares = ((sizes - KNOTS[knots - 1]) / (KNOTS[knots] - KNOTS[knots - 1])).clip(max=1.0)
+        rows = (1.0 - shares[:, None]) * covariance[knots - 1] + shares[:, None] * covariance[knots]
+        # Of the difference to the best: its row stands for it.
+        rows -= rows[best]
+        each = np.arange(num)
+        variances = (1.0 - shares) * rows[each, knots - 1] + shares * rows[each, knots]
+        variances -= (1.0 - shares.item(best)) * rows[:, knots.item(best) - 1]
+        variances -= shares.item(best) * rows[:, knots.item(best)]
         doubts = np.sqrt(np.maximum(variances, 0.0))
         hoped = gains - rates.item(best) * sec * np.exp(-_HOPE * doubts)
         tried = int(hoped.argmax())
