@@ -14,6 +14,7 @@ that were not measured recently. Nothing is drawn at random.
 
 import math
 from bisect import bisect_left
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -119,15 +120,9 @@ class Seconds:
         covariance, sec = self._belief.covariance, self.at(sizes)
         rates = gains / sec
         best = int(rates.argmax())
-        knots = KNOTS.searchsorted(sizes, "right").clip(1, len(KNOTS) - 1)
-        shares = ((sizes - KNOTS[knots - 1]) / (KNOTS[knots] - KNOTS[knots - 1])).clip(max=1.0)
-        rows = (1.0 - shares[:, None]) * covariance[knots - 1] + shares[:, None] * covariance[knots]
-        # Of the difference to the best: its row stands for it.
-        rows -= rows[best]
-        each = np.arange(num)
-        variances = (1.0 - shares) * rows[each, knots - 1] + shares * rows[each, knots]
-        variances -= (1.0 - shares.item(best)) * rows[:, knots.item(best) - 1]
-        variances -= shares.item(best) * rows[:, knots.item(best)]
+        apart = _interpolation(sizes.tobytes())
+        apart = apart - apart[best]
+        variances = (apart @ covariance * apart).sum(axis=1)  # of the difference to the best
         doubts = np.sqrt(np.maximum(variances, 0.0))
         hoped = gains - rates.item(best) * sec * np.exp(-_HOPE * doubts)
         tried = int(hoped.argmax())
@@ -183,3 +178,10 @@ class Seconds:
         # A larger size takes no less time: if it seems to, the smaller one was measured under load.
         curve = np.exp(np.minimum.accumulate(logs[::-1])[::-1])
         self._belief = _Belief(logs, covariance, noise, curve)
+
+
+@lru_cache(256)
+def _interpolation(sizes: bytes) -> Floats:
+    """Return the weights of the values of `KNOTS` at some sizes, [num_sizes, num_knots]."""
+    each = np.frombuffer(sizes)
+    return np.stack([np.interp(each, KNOTS, row) for row in np.eye(len(KNOTS))], axis=1)
