@@ -1369,15 +1369,15 @@ def find_worthwhile(
 
 
 @kernel
-def find_texts(pool: Int64Array, since: int, rows: Int32Array, bounds: Int32Array) -> int:
-    """Find the text held from position `since` on, by sequence; return the number of sequences.
+def find_texts(pool: Int64Array, rows: Int32Array, bounds: Int32Array) -> int:
+    """Find the text held, by sequence; return the number of sequences.
 
     Args:
         rows: int32 [at least as many as are held], filled with rows of the text.
         bounds: int32 [one more], filled: sequence i is in `rows[bounds[i] : bounds[i + 1]]`.
     """
     (text, _), end = text_of(pool), int(counts_of(pool)[NEXT_POSITION])
-    first = max(first_of(pool), since)
+    first = first_of(pool)
     num_tokens = num_sequences = 0
     bounds[0] = 0
     for begin in range(first, end):

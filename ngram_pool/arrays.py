@@ -81,13 +81,6 @@ class Unigrams(NamedTuple):
     token_ids: Int32Array  # [NUM_UNIGRAMS], NONE where empty
     counts: Float64Array  # [NUM_UNIGRAMS], expected; 0 where empty
 
-    def as_dict(self) -> dict[int, float]:
-        """Return the expected counts by token."""
-        is_held = self.token_ids != NONE
-        return dict(
-            zip(self.token_ids[is_held].tolist(), self.counts[is_held].tolist(), strict=True)
-        )
-
 
 class Scratch:
     """Memory that kernels write to during a call, as large as any call needed so far.

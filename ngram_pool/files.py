@@ -1,26 +1,23 @@
 """The file of a pool: safetensors, with the arrays that a pool works on.
 
-`docs/internals/drafting.md` describes the format. Reading compares the header with that of a pool
-of its sizes before allocating anything. Then it checks every block's checksum, and that positions
-are consistent, before using any of it.
+`docs/internals/drafting.md` describes the format. A file is used whole or refused: its digest must
+match, and its numbers, shapes and positions must be those of a pool.
 
 Next file: `writing.py`.
 """
 
 import hashlib
 import json
-import operator
-import os
-import zlib
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
-from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from ngram_pool._kernels import (
     MAX_CAPACITY_TOKENS,
@@ -38,11 +35,16 @@ from ngram_pool.errors import NewerPoolFileError, PoolFileError
 from ngram_pool.table import DEFAULT_NUM_SUCCESSORS
 from ngram_pool.writing import write_whole
 
-_FORMAT = "ngram_pool"
-_VERSION = 2
-_BLOCK = 2**22  # bytes of an array that share a checksum
-_MAX_HEADER = 2**20  # bytes; enough for the checksums of half a terabyte
-_ALIGNMENT = 64
+_FORMAT, _VERSION = "ngram_pool", 3
+# A file begins with its version and the digest of all its other bytes. safetensors writes metadata
+# first, and this is the first of it.
+_BEGIN = re.compile(
+    rb'.{8}\{"__metadata__":\{"ngram_pool":"\{'
+    rb'\\"version\\":(\d{1,9}),\\"sha256\\":\\"([0-9a-f]{64})\\"',
+    re.DOTALL,
+)
+_BEGIN_BYTES = 2**10  # which hold it
+_MAX_DESCRIBED = 2**20  # characters; a header of safetensors has at most 100 MB
 # Far above weights and counts, but low enough for sums of their products to be finite in float64.
 _MAX_FLOAT = float(np.finfo(np.float32).max)
 # The bounds of the numbers that describe a pool.
@@ -52,32 +54,22 @@ _NUMBERS = {
     "num_observed": (0, 2**31 - 1),
     "hash_seed": (0, 2**60 - 1),
 }
-# Arrays in the order of a file, the widest numbers first, which keeps all of them aligned: their
-# types and their shapes, in terms of a pool's sizes.
+_TEXTS = "tokenizer", "model", "note"
+# The types of the arrays, and their shapes, in terms of a pool's sizes.
 _CONTEXTS, _UNIGRAMS, _ROWS, _N, _BUCKETS = "contexts", "unigrams", "rows", "N", "buckets"
-ARRAYS: dict[str, tuple[str, tuple[str | int, ...]]] = {
-    "harvested.keys": ("I64", (_CONTEXTS,)),
-    "unigrams.counts": ("F64", (_UNIGRAMS,)),
-    "weights": ("F64", (NUM_WEIGHT_ROWS, NUM_WEIGHTS)),
-    "sequence": ("I64", (3,)),
-    "text": ("I32", (_ROWS, 3)),
-    "links": ("I32", (_ROWS, _N)),
-    "heads": ("I32", (_N, _BUCKETS)),
-    "harvested.counts": ("I32", (_CONTEXTS,)),
-    "harvested.token_ids": ("I32", (_CONTEXTS, DEFAULT_NUM_SUCCESSORS)),
-    "unigrams.token_ids": ("I32", (_UNIGRAMS,)),
-    "harvested.costs": ("U16", (_CONTEXTS, DEFAULT_NUM_SUCCESSORS)),
+ARRAYS: dict[str, tuple[type, tuple[str | int, ...]]] = {
+    "text": (np.int32, (_ROWS, 3)),
+    "links": (np.int32, (_ROWS, _N)),
+    "heads": (np.int32, (_N, _BUCKETS)),
+    "sequence": (np.int64, (3,)),
+    "weights": (np.float64, (NUM_WEIGHT_ROWS, NUM_WEIGHTS)),
+    "harvested.keys": (np.int64, (_CONTEXTS,)),
+    "harvested.token_ids": (np.int32, (_CONTEXTS, DEFAULT_NUM_SUCCESSORS)),
+    "harvested.costs": (np.uint16, (_CONTEXTS, DEFAULT_NUM_SUCCESSORS)),
+    "harvested.counts": (np.int32, (_CONTEXTS,)),
+    "unigrams.token_ids": (np.int32, (_UNIGRAMS,)),
+    "unigrams.counts": (np.float64, (_UNIGRAMS,)),
 }
-_DTYPES = {"I64": np.int64, "F64": np.float64, "I32": np.int32, "U16": np.uint16}
-_METADATA = "__metadata__"
-_CHECKSUM = "crc32."  # begins the names of checksums
-_STRINGS = (
-    *(*_NUMBERS, "tokenizer", "model", "note", "format", "version", "lade"),
-    *(_CHECKSUM + name for name in ARRAYS),
-)
-_BEFORE_CHECKSUM = b'"crc32.header":"'  # cannot be part of a string in JSON
-_NO_CHECKSUM = b"00000000"
-_IS_ANOTHER = "it is not a pool file"
 
 
 class StoredPool(NamedTuple):
@@ -93,27 +85,31 @@ class StoredPool(NamedTuple):
     arrays: Mapping[str, NDArray[Any]]  # contiguous, by the names in `ARRAYS`
 
 
-def write_pool(path: Path, stored: StoredPool) -> None:
-    """Write a pool's file, as `write_whole` does.
+def packed(stored: StoredPool) -> bytes:
+    """Return the contents of a pool's file, but for its digest; the arrays are copied.
 
     Raises:
-        OSError: the file cannot be written; the old one is as it was.
         TypeError: a fingerprint or the note is not a string.
-        ValueError: they are longer than a header may be.
+        ValueError: they are far too long.
     """
-    for name in ("tokenizer", "model", "note"):
-        text = getattr(stored, name)
-        if not isinstance(text, str):
+    for name in _TEXTS:
+        if not isinstance(text := getattr(stored, name), str):
             raise TypeError(f"expected {name!r} to be a string, got {text!r}")
-    described = {name: str(value) for name, value in stored._asdict().items() if name != "arrays"}
-    described |= {"format": _FORMAT, "version": str(_VERSION), "lade": _version_of_lade()}
-    arrays = {name: stored.arrays[name] for name in ARRAYS}
-    for name, array in arrays.items():
-        described[_CHECKSUM + name] = "".join(_checksums(array))
-    begin = _begin_of_file(described, {name: array.shape for name, array in arrays.items()})
-    if len(begin) > 8 + _MAX_HEADER:
-        raise ValueError(f"expected a header of at most {_MAX_HEADER} bytes, got {len(begin) - 8}")
-    write_whole(path, begin, *(array.data for array in arrays.values()))
+    described = {"version": _VERSION, "sha256": "0" * 64, **stored._asdict()}
+    del described["arrays"]
+    text = json.dumps(described, separators=(",", ":"))
+    if len(text) > _MAX_DESCRIBED:
+        raise ValueError(f"expected at most {_MAX_DESCRIBED} characters, got {len(text)}")
+    return save({**stored.arrays}, {_FORMAT: text})
+
+
+def write_pool(path: Path, data: bytes) -> None:
+    """Write what `packed` returned, as `write_whole` does."""
+    found = _BEGIN.match(data)
+    assert found is not None, "safetensors puts metadata elsewhere"
+    begin, end = found.span(2)
+    whole = memoryview(data)
+    write_whole(path, whole[:begin], _digest(data, begin, end).encode(), whole[end:])
 
 
 def read_pool(path: Path) -> StoredPool:
@@ -121,10 +117,15 @@ def read_pool(path: Path) -> StoredPool:
 
     Raises:
         OSError: the file cannot be read.
-        PoolFileError: it is no pool's file, of a newer format, or damaged.
+        PoolFileError: it is no pool's file, of another version of the format, or damaged.
     """
     with _opened(path) as file:
-        return _read(file)
+        found = _begin_of(file.read(_BEGIN_BYTES))
+        file.seek(0)
+        data = file.read()
+        if found[2].decode() != _digest(data, *found.span(2)):
+            raise PoolFileError(f"damaged: its {len(data)} bytes do not match their digest")
+        return _parsed(data)
 
 
 def check_begin(path: Path) -> None:
@@ -132,23 +133,19 @@ def check_begin(path: Path) -> None:
 
     Raises:
         OSError: the file cannot be read.
-        PoolFileError: it is no pool's file, or of a newer format.
+        PoolFileError: it is no pool's file, or of another version of the format.
     """
     with _opened(path) as file:
-        _read_begin(file)
+        _begin_of(file.read(_BEGIN_BYTES))
 
 
-def stamp_of(path: Path) -> str | None:
-    """Return a hash that identifies the contents of a pool's file; None if there is no file.
-
-    It is a hash of the header, which has the checksums of all arrays.
-    """
+def stamp_of(path: Path) -> bytes:
+    """Return bytes that identify the contents of a pool's file by its digest; b"" for no file."""
     try:
         with open(path, "rb") as file:
-            length = int.from_bytes(begin := file.read(8), "little")
-            return hashlib.sha256(begin + file.read(min(length, _MAX_HEADER))).hexdigest()
+            return file.read(_BEGIN_BYTES)
     except FileNotFoundError:
-        return None
+        return b""
 
 
 @contextmanager
@@ -163,164 +160,80 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
             raise type(error)(f"{path}: {error}") from None
 
 
-def _read(file: BinaryIO) -> StoredPool:
-    begin, header = _read_begin(file)
-    described = header[_METADATA]
-    numbers = {name: _number(described, name, *bounds) for name, bounds in _NUMBERS.items()}
-    strings = {name: described.get(name) for name in _STRINGS}
-    shapes = _shapes(header, numbers)
-    are_strings = all(isinstance(text, str) for text in strings.values())
-    # The header of such a pool, byte for byte: nothing is said twice, left out or added.
-    if not are_strings or begin != _begin_of_file(strings, shapes):
-        raise PoolFileError(f"header: expected that of a pool with {numbers}, got another")
-    size = os.fstat(file.fileno()).st_size
-    expected_size = len(begin) + sum(_nbytes(name, shape) for name, shape in shapes.items())
-    if size != expected_size:
-        raise PoolFileError(f"expected {expected_size} bytes, got {size}")
-    arrays = {
-        name: _read_array(file, name, shape, strings[_CHECKSUM + name])
-        for name, shape in shapes.items()
-    }
-    tokenizer, model, note = (strings[name] for name in ("tokenizer", "model", "note"))
-    stored = StoredPool(**numbers, tokenizer=tokenizer, model=model, note=note, arrays=arrays)
+def _begin_of(begin: bytes) -> re.Match[bytes]:
+    """Return the version and the digest with which a file begins, or raise if it is no pool's."""
+    found = _BEGIN.match(begin)
+    if found is None and b'"format":"ngram_pool"' in begin:
+        raise PoolFileError("it has the format of an older version; make it anew")
+    if found is None:
+        raise PoolFileError("it is not a pool file")
+    if int(found[1]) != _VERSION:
+        raise NewerPoolFileError(
+            f"it has format {int(found[1])}, of a newer version; this one reads format {_VERSION}"
+        )
+    return found
+
+
+def _digest(data: bytes, begin: int, end: int) -> str:
+    """Return the digest of all bytes but its own, `data[begin:end]`."""
+    digest = hashlib.sha256(memoryview(data)[:begin])
+    digest.update(memoryview(data)[end:])
+    return digest.hexdigest()
+
+
+# --- content ----------------------------------------------------------------------------------
+#
+# No accident passes the digest, but a forged file may. For any contents, the kernels stay within
+# the arrays and end (`test_files.py` runs them on noise). These checks are for all other code: the
+# arrays are those of a pool, ids are valid, and positions are consistent.
+
+
+def _parsed(data: bytes) -> StoredPool:
+    """Return the pool of a file's bytes, with arrays of its own, or raise."""
+    try:
+        arrays = load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        described = json.loads(header["__metadata__"][_FORMAT])
+        labels = {name: described[name] for name in (*_NUMBERS, *_TEXTS)}
+        stored = StoredPool(**labels, arrays=arrays)
+    except (SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise PoolFileError(f"header: expected that of a pool ({error!r:.200})") from None
+    for name, (least, most) in _NUMBERS.items():
+        number = described[name]
+        if type(number) is not int or not least <= number <= most:
+            raise PoolFileError(
+                f"header: expected {name} from {least} to {most}, got {number!r:.40}"
+            )
+    if not all(isinstance(described[name], str) for name in _TEXTS):
+        raise PoolFileError("header: expected texts")
+    _check_shapes(stored)
     _check_content(stored)
     return stored
 
 
-# --- header -----------------------------------------------------------------------------------
-
-_Shapes = dict[str, tuple[int, ...]]  # in the order of `ARRAYS`
-
-
-def _begin_of_file(described: Mapping[str, str], shapes: _Shapes) -> bytes:
-    """Return a file up to its arrays: the length of the header, and the header."""
-    header: dict[str, Any] = {_METADATA: {**described, "crc32.header": _NO_CHECKSUM.decode()}}
-    end = 0
-    for name, shape in shapes.items():
-        begin, end = end, end + _nbytes(name, shape)
-        header[name] = {"dtype": ARRAYS[name][0], "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    return _sealed(len(text).to_bytes(8, "little") + text)
-
-
-def _sealed(begin: bytes) -> bytes:
-    """Return the beginning of a file with its checksum, computed with zeros in its place."""
-    before, mark, after = begin.partition(_BEFORE_CHECKSUM)
-    after = after[len(_NO_CHECKSUM) :]
-    return before + mark + _checksum(before + mark + _NO_CHECKSUM + after).encode() + after
-
-
-def _read_begin(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
-    """Return a file up to its arrays, and its header; raise if it is no pool in this format."""
-    begin = file.read(8)
-    length = int.from_bytes(begin, "little")
-    if length > _MAX_HEADER:
-        raise PoolFileError(_IS_ANOTHER)
-    begin += file.read(length)
-    if _BEFORE_CHECKSUM not in begin:
-        raise PoolFileError(_IS_ANOTHER)
-    if begin != _sealed(begin):
-        raise PoolFileError(f"header, bytes 0 to {8 + length}: it does not match its checksum")
-    try:
-        header = json.loads(begin[8:].decode())
-    except (ValueError, RecursionError) as error:
-        raise PoolFileError(f"header: expected JSON ({error})") from None
-    described = header.get(_METADATA) if isinstance(header, dict) else None
-    if not isinstance(described, dict) or described.get("format") != _FORMAT:
-        raise PoolFileError(_IS_ANOTHER)
-    if (found := _number(described, "version", 1, 2**31)) > _VERSION:
-        raise NewerPoolFileError(
-            f"it has format {found}, of a newer version of lade ({described.get('lade')!r:.40}); "
-            f"this version reads format {_VERSION}"
-        )
-    if found < _VERSION:
-        raise PoolFileError(f"it has format {found}, of an older version of lade; make it anew")
-    return begin, header
-
-
-def _number(described: Mapping[str, Any], name: str, least: int, most: int) -> int:
-    text = str(described.get(name))
-    is_number = text.isascii() and text.isdecimal() and len(text) < 20
-    if is_number and least <= int(text) <= most:
-        return int(text)
-    raise PoolFileError(f"header: expected {name} from {least} to {most}, got {text!r:.40}")
-
-
-def _shapes(header: Mapping[str, Any], numbers: Mapping[str, int]) -> _Shapes:
-    """Return the shapes that the arrays of a pool must have, or raise.
-
-    Only the number of allocated rows is taken from the arrays.
-    """
-    sizes = {_N: numbers["max_ngram_size"]}
-    try:
-        for name, (_, shape) in ARRAYS.items():
-            for size, found in zip(shape, header[name]["shape"], strict=True):
-                if isinstance(size, str):
-                    sizes.setdefault(size, operator.index(found))
-    except (LookupError, TypeError, ValueError):
-        raise PoolFileError(f"header: expected the shape of {name!r}") from None
-    num_observed, capacity_tokens = numbers["num_observed"], numbers["capacity_tokens"]
+def _check_shapes(stored: StoredPool) -> None:
+    """Raise unless the arrays have the types and shapes of a pool of its sizes."""
+    if {*stored.arrays} != {*ARRAYS}:
+        raise PoolFileError(f"header: expected the parts {[*ARRAYS]}, got others")
+    sizes = {_N: stored.max_ngram_size}
+    for name, (kind, shape) in ARRAYS.items():
+        found = stored.arrays[name]
+        for size, length in zip(shape, found.shape, strict=False):
+            if isinstance(size, str):
+                sizes.setdefault(size, length)
+        expected = tuple(size if isinstance(size, int) else sizes.get(size) for size in shape)
+        if found.dtype != kind or found.shape != expected:
+            raise PoolFileError(
+                f"header: expected {name!r} in {kind.__name__} of shape {expected}, got "
+                f"{found.dtype} of shape {found.shape!s:.60}"
+            )
+    num_observed, capacity_tokens = stored.num_observed, stored.capacity_tokens
     # Text that has not reached the capacity was never overwritten.
     is_sound = min(max(num_observed, 1), capacity_tokens) <= sizes[_ROWS] <= capacity_tokens
     for name, least in ((_BUCKETS, 1), (_UNIGRAMS, WAYS), (_CONTEXTS, WAYS)):
         is_sound = is_sound and sizes[name] >= least and sizes[name].bit_count() == 1
     if not is_sound:
-        raise PoolFileError(f"header: expected sizes of a pool with {numbers}, got {sizes!r:.200}")
-    return {
-        name: tuple(size if isinstance(size, int) else sizes[size] for size in shape)
-        for name, (_, shape) in ARRAYS.items()
-    }
-
-
-def _version_of_lade() -> str:
-    try:
-        return version("lade-decoding")
-    except PackageNotFoundError:  # run from a folder of its source
-        return "unknown"
-
-
-# --- arrays -----------------------------------------------------------------------------------
-
-
-def _nbytes(name: str, shape: tuple[int, ...]) -> int:
-    return prod(shape) * np.dtype(_DTYPES[ARRAYS[name][0]]).itemsize
-
-
-def _read_array(file: BinaryIO, name: str, shape: tuple[int, ...], checksums: str) -> NDArray[Any]:
-    """Return the next array of a file; raise if it does not match its checksums."""
-    offset = file.tell()
-    array: NDArray[Any] = np.empty(shape, _DTYPES[ARRAYS[name][0]])
-    for i, found in enumerate(_checksums(array, file)):
-        if found != checksums[8 * i : 8 * i + 8]:
-            begin, end = offset + i * _BLOCK, offset + min((i + 1) * _BLOCK, array.nbytes)
-            raise PoolFileError(
-                f"part {name!r}, bytes {begin} to {end}: it does not match its checksum"
-            )
-    return array
-
-
-def _checksum(data: bytes | memoryview) -> str:
-    return f"{zlib.crc32(data):08x}"
-
-
-def _checksums(array: NDArray[Any], file: BinaryIO | None = None) -> list[str]:
-    """Return the checksums of an array's blocks; if a file is given, read each block first."""
-    checksums, data = [], array.data.cast("B")
-    for begin in range(0, len(data), _BLOCK):
-        block = data[begin : begin + _BLOCK]
-        # Shorter if the file was cut during the read.
-        if file is not None and file.readinto(block) < len(block):  # type: ignore[attr-defined]
-            raise PoolFileError(f"arrays: the file ends at byte {file.tell()}, within them")
-        checksums.append(_checksum(block))
-    return checksums
-
-
-# --- content ----------------------------------------------------------------------------------
-#
-# No accident passes the checksums, but a forged file may. For any contents, the kernels stay within
-# the arrays and end (`test_files.py` runs them on noise). These checks are for all other code: ids
-# are valid, and positions are consistent.
+        raise PoolFileError(f"header: expected sizes of a pool, got {sizes} and {capacity_tokens}")
 
 
 def _check_content(stored: StoredPool) -> None:

@@ -49,7 +49,7 @@ from ngram_pool.arrays import (
 from ngram_pool.compiling import compile_by
 from ngram_pool.draft import Draft, DraftChains, SampledDraft
 from ngram_pool.errors import PoolFileError, ReadOnlyPoolError
-from ngram_pool.files import ARRAYS, StoredPool, read_pool, write_pool
+from ngram_pool.files import ARRAYS, StoredPool, packed, read_pool, write_pool
 from ngram_pool.table import Rows, SuccessorTable
 from ngram_pool.weights import first_weights
 
@@ -136,8 +136,14 @@ class NGramPool:
         self._make_unshared()
         compile_by(self._run_kernels)
 
-    def _begin(self, capacity_tokens: int, max_ngram_size: int, seed: int | None) -> None:
-        """Set the attributes that a copy copies."""
+    def _begin(
+        self,
+        capacity_tokens: int,
+        max_ngram_size: int,
+        seed: int | None,
+        held: TextArrays | None = None,
+    ) -> None:
+        """Set the attributes that a copy copies; `held` is text to begin with."""
         self._capacity, self._max_ngram_size = capacity_tokens, max_ngram_size
         self._max_match = max(_kernels.MAX_MATCH, max_ngram_size)
         num_contexts = max(1, int(capacity_tokens * _CONTEXTS_PER_TOKEN))
@@ -146,7 +152,7 @@ class NGramPool:
         self._weights = first_weights()
         self._learning_rate = _LEARNING_RATE
         self._counts = _first_counts(seed)
-        self._held = self._empty(min(_FIRST_NUM_ROWS, capacity_tokens))
+        self._held = held or self._empty(min(_FIRST_NUM_ROWS, capacity_tokens))
         self._state_0 = begin_state()  # of sequence 0
         self._num_opened = 1
         self._is_read_only = False
@@ -418,62 +424,11 @@ class NGramPool:
         >>> [text.tolist() for text in pool.texts()]
         [[5, 6, 7]]
         """
-        return self._texts_since(0)
-
-    def merge(self, other: "NGramPool") -> None:
-        """Observe all text of another pool, and take its harvested successors.
-
-        Each sequence of `other` is observed as a separate text. If both pools know successors of a
-        context, they are averaged. Of two expected counts of a token, the greater is
-        taken. Neither the weights of this pool's sources nor `other` change.
-
-        Raises:
-            ReadOnlyPoolError: the pool is read-only.
-            TypeError: `other` is no pool.
-            ValueError: `other` is this pool, or holds text of another tokenizer. The pool is
-                unchanged after such an error; after an interrupt, it has taken a first part.
-
-        Warns:
-            UserWarning: `other` has successors of another model, which are left out.
-
-        >>> pool, other = NGramPool(), NGramPool()
-        >>> other.observe([5, 6, 7])
-        >>> pool.merge(other)
-        >>> pool.draft([5], max_draft_tokens=2).candidates()
-        [[6, 7]]
-        """
-        if not isinstance(other, NGramPool):
-            raise TypeError(f"expected an NGramPool, got {other!r}")
-        if other is self:
-            raise ValueError("expected another pool, got this one itself")
-        self._check_learns("merge")
-        if self.tokenizer and other.tokenizer and self.tokenizer != other.tokenizer:
-            raise ValueError(
-                f"expected text of the tokenizer {self.tokenizer}, got a pool of {other.tokenizer}"
-            )
-        self._take_since(other, 0)
-
-    def _take_since(self, other: "NGramPool", num_observed: int) -> None:
-        """Take the harvest of another pool, and its text after `num_observed` tokens."""
-        for text in other._texts_since(num_observed):
-            self.observe(text, None)
-        if not self.model or not other.model or self.model == other.model:
-            with other._lock:
-                harvested, unigrams = copy.copy(other._harvested), other._unigrams.as_dict()
-            with self._lock:
-                self._harvested.update(harvested)
-                # The greater count, so that a pool that returns its own text is not counted twice.
-                had = self._unigrams.as_dict()
-                more = {k: n - had.get(k, 0.0) for k, n in unigrams.items() if n > had.get(k, 0.0)}
-                ids = sorted(more, key=more.__getitem__)  # full buckets drop the rarest
-                self._count_unigrams([ids], [[more[token_id] for token_id in ids]])
-        self.tokenizer = self.tokenizer or other.tokenizer
-        self.model = self.model or other.model
-        if self.model != other.model and other.model:
-            warnings.warn(
-                f"successors of the model {other.model} are left out of a pool of {self.model}",
-                stacklevel=3,
-            )
+        with self._lock:
+            rows, bounds = np.empty(len(self), np.int32), np.empty(len(self) + 1, np.int32)
+            num = _kernels.find_texts(self._header().row, rows, bounds)
+            token_ids = self._held.text[rows[: bounds[num]], TOKEN]
+        return (token_ids[begin:end] for begin, end in pairwise(bounds[: num + 1].tolist()))
 
     # --- reading ----------------------------------------------------------------------------
 
@@ -712,7 +667,9 @@ class NGramPool:
             OSError: the file cannot be written; the old one is as it was.
             TypeError, ValueError: `tokenizer` or `model` is no string, or is far too long.
         """
-        write_pool(Path(path), self._stored())
+        with self._lock:
+            data = packed(self._stored())
+        write_pool(Path(path), data)
 
     @classmethod
     def load(
@@ -759,9 +716,9 @@ class NGramPool:
         is_of_model = not (model and stored.model and model != stored.model)
         cls(1, seed=0)  # compiles
         pool = cls.__new__(cls)
-        pool._begin(stored.capacity_tokens, stored.max_ngram_size, stored.hash_seed)
         arrays = stored.arrays
-        pool._held = TextArrays(arrays["text"], arrays["links"], arrays["heads"])
+        held = TextArrays(arrays["text"], arrays["links"], arrays["heads"])
+        pool._begin(stored.capacity_tokens, stored.max_ngram_size, stored.hash_seed, held)
         pool._counts[NEXT_POSITION] = stored.num_observed
         pool._state_0[:] = arrays["sequence"]
         if is_of_model:
@@ -782,19 +739,20 @@ class NGramPool:
         return pool
 
     def _stored(self) -> StoredPool:
-        """Return a copy of the contents for a file."""
-        with self._lock:
-            arrays = {
-                **self._held._asdict(),
-                **{f"unigrams.{name}": array for name, array in self._unigrams._asdict().items()},
-                **{f"harvested.{k}": v for k, v in self._harvested.held._asdict().items()},
-                "weights": self._weights,
-                "sequence": self._state_0,
-            }
-            copies = {name: arrays[name].copy() for name in ARRAYS}
-            num_observed = self._counts.item(NEXT_POSITION)
+        """Return the contents for a file; the caller holds the lock."""
+        arrays = {
+            **self._held._asdict(),
+            **{f"unigrams.{name}": array for name, array in self._unigrams._asdict().items()},
+            **{
+                f"harvested.{name}": array for name, array in self._harvested.held._asdict().items()
+            },
+            "weights": self._weights,
+            "sequence": self._state_0,
+        }
+        num_observed = self._counts.item(NEXT_POSITION)
         numbers = self.max_ngram_size, self.capacity_tokens, num_observed, self.seed
-        return StoredPool(*numbers, self.tokenizer, self.model, self.note, copies)
+        labels = self.tokenizer, self.model, self.note
+        return StoredPool(*numbers, *labels, {name: arrays[name] for name in ARRAYS})
 
     # --- arguments --------------------------------------------------------------------------
 
@@ -839,16 +797,6 @@ class NGramPool:
         """Add harvested probabilities to the expected counts of tokens."""
         ids, floats = np.ascontiguousarray(token_ids, np.int32), np.ascontiguousarray(probs, "f4")
         _kernels.count_unigrams(self._header().row, ids, floats)
-
-    def _texts_since(self, num_observed: int) -> Iterator[Int32Array]:
-        """Return the held text that was observed after `num_observed` tokens."""
-        with self._lock:
-            since = num_observed - self._counts.item(LOWERED)
-            num_tokens = min(len(self), max(0, self._counts.item(NEXT_POSITION) - since))
-            rows, bounds = np.empty(num_tokens, np.int32), np.empty(num_tokens + 1, np.int32)
-            num = _kernels.find_texts(self._header().row, since, rows, bounds)
-            token_ids = self._held.text[rows[: bounds[num]], TOKEN]
-        return (token_ids[begin:end] for begin, end in pairwise(bounds[: num + 1].tolist()))
 
     def _grow(
         self,

@@ -1,17 +1,14 @@
 """`PoolStore`: many named pools in one folder, within a budget of memory and one of disk.
 
-One method, `PoolStore._sync`, reconciles a pool in memory, its file, and changes by other
-processes. It holds two locks: the lock of the name in this process, and a lock file, which excludes
-other processes.
+A name has one writing process at a time: it holds a lock file from opening the name until all of it
+is saved and nobody has it open. Other processes read the file meanwhile.
 
 Next files: `pool.py`, the pools of a store; `files.py`, the file of a pool.
 """
 
 import atexit
 import hashlib
-import math
 import os
-import secrets
 import threading
 import time
 import warnings
@@ -24,24 +21,23 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from sortedcontainers import SortedKeyList
 
 from ngram_pool.arrays import positive
 from ngram_pool.errors import NewerPoolFileError, PoolFileError
 from ngram_pool.files import stamp_of
 from ngram_pool.pool import DEFAULT_CAPACITY_TOKENS, DEFAULT_MAX_NGRAM_SIZE, NGramPool
-from ngram_pool.writing import LOCK_SEC, MAX_STEM_LENGTH, sweep, write_whole
+from ngram_pool.writing import MAX_STEM_LENGTH, sweep, write_whole
 
 MAX_NAME_LENGTH = 200
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
 # Windows has no files of these names.
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{d}{i}" for d in ("com", "lpt") for i in range(10))}
 _HASHED = "="  # begins the stems of names that are hashed
-# Names share this number of lock files, so that no file reveals a deleted name.
-_NUM_LOCKS = 64
-# Each doubling of the tokens that a pool saved counts like a use this much later.
-_STAY_SEC = 600.0
+# Pools without users that stay in memory: one with unsaved text keeps a lock file open, and many
+# systems allow a process 1,024 open files.
+_MOST_IDLE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +65,11 @@ class _Entry:
     lock: Any = field(default_factory=threading.RLock)  # held while the pool is loaded or saved
     num_users: int = 0
     pool: NGramPool | None = None
+    writing: FileLock | None = None  # while this process alone may write the file
     mark: tuple[int, float] = 0, 0.0  # `_learned` of the pool when it was last saved or loaded
-    stamp: str | None = None  # of the file when last read or written here; None for no file
-    epoch: str = ""  # changes when another process deletes the name
-    is_behind: bool = False  # whether the file has other processes' text that the pool lacks
-    num_saved_tokens: float = 0.0
+    stamp: bytes = b""  # of the file when last read or written here
     nbytes: int = 0  # when it was last closed
-    worth: float = 0.0  # time of the last use, in seconds since 1970, plus a bonus for saved tokens
+    used: float = 0.0  # time of the last use
 
     @property
     def has_learned(self) -> bool:
@@ -94,24 +88,18 @@ class NamedPool:
         """Return `PoolStore.open` of the name."""
         return self.store.open(self.name)
 
-    def credit(self, num_tokens: float) -> None:
-        """Count tokens that the pool saved, as `PoolStore.credit` does."""
-        self.store.credit(self.name, num_tokens)
-
 
 class PoolStore:
     """Many named pools in a folder, within budgets of memory and of disk.
 
     Opening a name gives its pool, from memory, from its file, or a new one. All users of a name in
-    a process share one pool. If memory runs out, the least valuable pool without users is saved and
-    leaves memory; likewise, the least valuable file leaves the disk. A pool is more valuable the
-    later it was used, and the more tokens it saved (`credit`).
+    a process share one pool. If memory runs out, the pool without users that was used longest ago
+    is saved and leaves memory; likewise, such a file leaves the disk.
 
-    Several processes may use a folder. If another process has changed a pool's file, a process
-    that saves the pool takes that file and adds the text that it observed since its last save. A
-    killed process loses at most the text of the last `save_every_sec` seconds. A name that one
-    process deletes does not come back from another: the other process drops its copy, unsaved text
-    included, at its next save or once the pool has no users.
+    Several processes may use a folder. Each name has one that writes at a time, the first to open
+    it, until all text is saved and nobody has the name open there. Meanwhile others get a read-only
+    pool of the file, for layers. A killed process loses at most the text of the last
+    `save_every_sec` seconds, and keeps no name.
 
     Methods may be called from several threads; a forked child must make its own store.
 
@@ -162,13 +150,12 @@ class PoolStore:
         self.capacity_tokens = positive("capacity_tokens", capacity_tokens)
         self.max_ngram_size = positive("max_ngram_size", max_ngram_size)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for folder in (self.folder, self.folder / ".locks"):
-            sweep(folder)
+        sweep(self.folder)
         self._is_closed = False
         self._lock = threading.RLock()  # for all attributes below; never held during a wait
         self._entries: dict[str, _Entry] = {}  # by stem
-        # The entries without users, the least valuable first.
-        self._idle: SortedKeyList[_Entry, float] = SortedKeyList(key=attrgetter("worth"))
+        # The entries without users, the one used longest ago first.
+        self._idle: SortedKeyList[_Entry, float] = SortedKeyList(key=attrgetter("used"))
         self._disk_bytes = self.disk_bytes + 1  # upper bound of the bytes used; not known yet
         self._counted = dict.fromkeys(("loaded", "saved", "failed", "evicted", "dropped"), 0)
         self._done = threading.Event()
@@ -195,16 +182,18 @@ class PoolStore:
     def open(self, name: str) -> Iterator[NGramPool]:
         """Open a pool by its name, or a new one, for the duration of a `with` block.
 
+        The pool is read-only (`is_read_only`) while another process writes the name.
+
         Args:
             name: any string of 1 to 200 characters.
 
         Raises:
-            OSError: the file cannot be read, or another process keeps it for a minute.
-            PoolFileError: the file is of another tokenizer, or of a newer version of lade.
+            OSError: the file cannot be read.
+            PoolFileError: the file is of another tokenizer, or of a newer version.
             TypeError, ValueError: the name is invalid, or the store is closed.
 
         Warns:
-            UserWarning: the file is damaged; it is removed, and a new pool begins.
+            UserWarning: the file is damaged; a new pool begins, whose file will replace it.
         """
         pool = None
         while pool is None:  # else the name was deleted meanwhile
@@ -226,29 +215,20 @@ class PoolStore:
                 self._release(entry)
                 self._settle()
                 with suppress(OSError):  # so that recently used files stay longest
-                    self._touch(entry.path, entry.worth)
+                    os.utime(entry.path)
 
     def named(self, name: str) -> NamedPool:
         """Return a handle to a name, to be opened for each use."""
         stem_of(name)
         return NamedPool(self, name)
 
-    def credit(self, name: str, num_tokens: float) -> None:
-        """Count tokens that a pool saved, such as accepted draft tokens; it then stays longer.
-
-        This has no effect on a pool that has left memory.
-        """
-        if not num_tokens >= 0:
-            raise ValueError(f"expected num_tokens of at least 0, got {num_tokens!r}")
-        with self._lock:
-            entry = self._entries.get(stem_of(name))
-            if entry is not None:
-                entry.num_saved_tokens += num_tokens
-
     def delete(self, name: str) -> bool:
         """Remove a pool, its file and all traces of its name; return whether there was one.
 
         Code that has the pool open continues with it, outside of the store.
+
+        Raises:
+            BlockingIOError: another process writes the name; nothing is removed.
         """
         while True:
             entry = self._entry(name)
@@ -256,13 +236,13 @@ class PoolStore:
                 with entry.lock:
                     if not self._is_current(entry):  # deleted meanwhile
                         continue
-                    with self._alone(entry):
-                        is_there = entry.path.exists() or entry.has_learned
-                        self._begin_epoch(entry)
-                        # No process is writing unfinished files, since the lock is held.
-                        unfinished = self.folder.glob(f"{entry.path.stem}.making-*")
-                        for path in (entry.path, _name_path(entry.path), *unfinished):
-                            path.unlink(missing_ok=True)
+                    if not self._claim(entry):
+                        raise BlockingIOError(f"another process writes the pool {name!r}")
+                    is_there = entry.path.exists() or entry.has_learned
+                    # No process is writing unfinished files, since the lock is held.
+                    unfinished = self.folder.glob(f"{entry.path.stem}.making-*")
+                    for path in (entry.path, _name_path(entry.path), *unfinished):
+                        path.unlink(missing_ok=True)
                     self._let_go(entry)
                     return is_there
             finally:
@@ -299,9 +279,8 @@ class PoolStore:
             saver.join()
         self.save()
         with self._lock:
-            used = {stem: entry for stem, entry in self._entries.items() if entry.num_users}
-            self._entries = used
-            self._idle.clear()
+            for entry in [*self._idle]:
+                self._let_go(entry)
 
     @property
     def stats(self) -> StoreStats:
@@ -336,40 +315,38 @@ class PoolStore:
             entry.num_users -= 1
             if entry.num_users:
                 return
-            stay = _STAY_SEC * math.log2(1.0 + entry.num_saved_tokens)
-            entry.worth = max(_time_and_size(entry.path)[0], time.time() + stay)
+            entry.used = time.time()
             if entry.pool is None:  # it could not be loaded, or was deleted
                 self._let_go(entry)
             else:
                 entry.nbytes = entry.pool.nbytes
                 self._idle.add(entry)
+                if entry.pool._learned == entry.mark:
+                    self._unclaim(entry)
 
     def _newest(self, entry: _Entry) -> NGramPool | None:
-        """Return a name's pool; take the changes of other processes if it has no other user.
+        """Return a name's pool, read again if the file has changed and it has no other user.
 
-        None if the name was deleted meanwhile.
+        None if the name was deleted meanwhile. The caller holds the lock of the entry.
         """
         if not self._is_current(entry):
             return None
-        if entry.pool is None:
-            with self._alone(entry):
-                entry.epoch, pool = self._epoch(entry), self._read(entry)
-                entry.pool, entry.mark, entry.stamp = pool, pool._learned, stamp_of(entry.path)
-        elif entry.num_users == 1 and (
-            entry.is_behind
-            or self._epoch(entry) != entry.epoch
-            or stamp_of(entry.path) not in (None, entry.stamp)
-        ):
-            self._sync(entry, is_free=True)
+        # A pool whose name is claimed is the newest there is.
+        if entry.writing is None and (entry.pool is None or entry.num_users == 1):
+            is_writer, stamp = self._claim(entry), stamp_of(entry.path)
+            if entry.pool is None or stamp != entry.stamp or entry.pool.is_read_only == is_writer:
+                entry.pool = self._read(entry)
+                entry.mark, entry.stamp = entry.pool._learned, stamp
         return entry.pool
 
     def _settle(self) -> None:
-        """Evict the least valuable pools while all pools exceed the budget of memory."""
+        """Evict the pools used longest ago while all pools exceed the budget of memory."""
         while True:
             with self._lock:
                 pools = [(e, e.pool) for e in self._entries.values() if e.pool is not None]
                 taken = sum(pool.nbytes if e.num_users else e.nbytes for e, pool in pools)
-                if not self._idle or taken <= self.memory_bytes:
+                is_within = taken <= self.memory_bytes and len(self._idle) <= _MOST_IDLE
+                if not self._idle or is_within:
                     break
                 victim = self._idle[0]
             try:
@@ -388,8 +365,7 @@ class PoolStore:
         """Save a pool, and drop it from memory unless it was opened meanwhile."""
         if entry.num_users or entry.pool is None:
             return
-        if entry.pool._learned != entry.mark:
-            self._sync(entry, is_free=True)
+        self._save_one(entry)
         with self._lock:
             if not entry.num_users:
                 self._let_go(entry)
@@ -401,6 +377,7 @@ class PoolStore:
             if self._is_current(entry):
                 del self._entries[entry.path.stem]
             entry.pool = None
+            self._unclaim(entry)
 
     def _count(self, what: str, disk_bytes: int = 0) -> None:
         with self._lock:
@@ -412,54 +389,39 @@ class PoolStore:
 
     # --- pools and files --------------------------------------------------------------------
     #
-    # The caller of each of these methods holds the lock of the entry.
+    # The caller of `_claim`, `_read` and `_write` holds the lock of the entry.
 
-    def _sync(self, entry: _Entry, is_free: bool = False) -> None:
-        """Save a pool's new text, and take the changes of other processes.
+    def _claim(self, entry: _Entry) -> bool:
+        """Return whether this process may write a name; other processes may not from now on."""
+        if entry.writing is None:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = entry.path.with_suffix(".lock")
+            lock = FileLock(path, timeout=0, mode=0o600, thread_local=False)
+            with suppress(Timeout):
+                lock.acquire()
+                entry.writing = lock
+        return entry.writing is not None
 
-        Args:
-            entry: an entry with a pool.
-            is_free: whether the pool has no user yet, and may be replaced.
-        """
-        pool = entry.pool
-        assert pool is not None
-        is_free = is_free or not entry.num_users
-        with self._alone(entry):
-            epoch, stamp, mark = self._epoch(entry), stamp_of(entry.path), pool._learned
-            has_learned = mark != entry.mark
-            latest = pool
-            if epoch != entry.epoch:
-                # Unsaved text may belong to the pool that was deleted elsewhere.
-                latest, has_learned = self._read(entry), False
-            elif entry.is_behind or (stamp is not None and stamp != entry.stamp):
-                read = self._read(entry)
-                is_there = entry.path.exists()  # else the file was damaged
-                has_learned = has_learned or not is_there
-                if is_there or entry.is_behind:
-                    latest = read
-                    latest._take_since(pool, entry.mark[0])
-                    latest._weights[:] = (latest._weights + pool._weights) / 2
-            if has_learned:
-                self._write(entry, latest)
-            entry.stamp, entry.epoch = stamp_of(entry.path), epoch
-            if is_free and latest is not pool:
-                entry.pool, entry.mark, entry.is_behind = latest, latest._learned, False
-            else:
-                entry.is_behind, entry.mark = latest is not pool, mark
+    def _unclaim(self, entry: _Entry) -> None:
+        """Let other processes write a name; the caller holds the store's lock."""
+        lock, entry.writing = entry.writing, None
+        if lock is not None:
+            with suppress(OSError):  # Windows does so itself, after the release
+                os.unlink(lock.lock_file)
+            lock.release()
 
     def _read(self, entry: _Entry) -> NGramPool:
-        """Read a pool's file; return a new pool if it is missing or damaged, and remove it then."""
+        """Read a pool's file; return a new pool if it is missing or damaged."""
+        is_reader = entry.writing is None
         try:
-            pool = NGramPool.load(entry.path, model=self.model)
+            pool = NGramPool.load(entry.path, model=self.model, read_only=is_reader)
         except FileNotFoundError:
             pass
         except NewerPoolFileError:
             raise
         except PoolFileError as error:
-            entry.path.unlink()
             warnings.warn(
-                f"the pool {entry.name!r} begins anew, as its file cannot be used and is removed: "
-                f"{error}",
+                f"the pool {entry.name!r} begins anew, as its file cannot be used: {error}",
                 stacklevel=2,
             )
         else:
@@ -473,57 +435,19 @@ class PoolStore:
             return pool
         pool = NGramPool(self.capacity_tokens, self.max_ngram_size)
         pool.tokenizer, pool.model = self.tokenizer, self.model
-        return pool
+        return pool.as_read_only() if is_reader else pool
 
     def _write(self, entry: _Entry, pool: NGramPool) -> None:
         if entry.path.stem.startswith(_HASHED):
             write_whole(_name_path(entry.path), entry.name.encode("utf-8", "surrogatepass"))
-        time_before, size_before = _time_and_size(entry.path)
+        size_before = _size_of(entry.path)
         pool.save(entry.path)
-        self._touch(entry.path, max(entry.worth, time_before))
-        self._count("saved", _time_and_size(entry.path)[1] - size_before)
-
-    @staticmethod
-    def _touch(path: Path, worth: float) -> None:
-        """Record a pool's worth as the time of its file, for all processes."""
-        if path.stat().st_mtime < worth:
-            os.utime(path, (worth, worth))
-
-    # --- other processes --------------------------------------------------------------------
-
-    @contextmanager
-    def _alone(self, entry: _Entry) -> Iterator[None]:
-        """Exclude other processes from a name; a killed process releases the lock."""
-        path = self._shared(entry, ".lock")
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        with FileLock(path, timeout=LOCK_SEC, mode=0o600):
-            yield
-
-    def _shared(self, entry: _Entry, suffix: str) -> Path:
-        """Return the path of a file that a name shares with some others."""
-        digest = hashlib.blake2b(entry.path.stem.encode(), digest_size=8).digest()
-        number = int.from_bytes(digest) % _NUM_LOCKS
-        return self.folder / ".locks" / f"{number:02}{suffix}"
-
-    def _epoch(self, entry: _Entry) -> str:
-        try:
-            # It is only compared, so a damaged epoch counts as a new one.
-            return self._shared(entry, ".epoch").read_text("ascii", errors="replace")
-        except FileNotFoundError:
-            return ""
-
-    def _begin_epoch(self, entry: _Entry) -> None:
-        """Make other processes drop their copies of a name (and of some others)."""
-        path, old, new = self._shared(entry, ".epoch"), self._epoch(entry), secrets.token_hex(16)
-        write_whole(path, new.encode())
-        for other in list(self._entries.values()):  # these were not deleted
-            if other.epoch == old and self._shared(other, ".epoch") == path:
-                other.epoch = new
+        self._count("saved", _size_of(entry.path) - size_before)
 
     # --- regularly --------------------------------------------------------------------------
 
     def _save_all(self) -> list[Exception]:
-        """Save every pool that has learned, and drop pools that were deleted elsewhere."""
+        """Save every pool that has learned; return what went wrong."""
         errors: list[Exception] = []
         for entry in list(self._entries.values()):
             try:
@@ -535,15 +459,27 @@ class PoolStore:
         return errors
 
     def _save_one(self, entry: _Entry) -> None:
+        """Save a pool that has learned, and let other processes write its name if it has no users.
+
+        A pool without users whose file another process has changed or removed leaves memory.
+        """
         with entry.lock:
-            if entry.pool is None or not self._is_current(entry):
+            pool = entry.pool
+            if pool is None or not self._is_current(entry):
                 return
-            if entry.pool._learned != entry.mark or self._epoch(entry) != entry.epoch:
-                self._sync(entry)
-                entry.nbytes = entry.pool.nbytes
+            is_stale = entry.writing is None and stamp_of(entry.path) != entry.stamp
+            if entry.writing is not None and (mark := pool._learned) != entry.mark:
+                self._write(entry, pool)
+                entry.mark, entry.stamp = mark, stamp_of(entry.path)
+                entry.nbytes = pool.nbytes
+            with self._lock:
+                if not entry.num_users:
+                    self._unclaim(entry)
+                    if is_stale:
+                        self._let_go(entry)
 
     def _files(self) -> list[tuple[float, int, Path]]:
-        """Return the worth, the size in bytes, and the path of each pool's file."""
+        """Return the time of the last use, the size in bytes, and the path of each pool's file."""
         found = []
         for path in self.folder.glob("*.pool"):
             with suppress(FileNotFoundError):
@@ -552,17 +488,16 @@ class PoolStore:
         return found
 
     def _trim_disk(self) -> None:
-        """Remove the least valuable files while all files exceed the budget of disk."""
+        """Remove the files used longest ago while all files exceed the budget of disk."""
         if self._disk_bytes <= self.disk_bytes:
             return
         files = sorted(self._files())
         taken = sum(size for _, size, _ in files)
-        for worth, size, path in files:
+        for used, size, path in files:
             if taken <= self.disk_bytes:
                 break
-            entry = _Entry("", path)
-            with self._alone(entry), suppress(FileNotFoundError):
-                if path.stat().st_mtime > worth:
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime > used:
                     continue  # used meanwhile
                 path.unlink()
                 _name_path(path).unlink(missing_ok=True)
@@ -630,9 +565,8 @@ def _name_path(path: Path) -> Path:
     return path.with_suffix(".name")
 
 
-def _time_and_size(path: Path) -> tuple[float, int]:
+def _size_of(path: Path) -> int:
     try:
-        at = path.stat()
-        return at.st_mtime, at.st_size
+        return path.stat().st_size
     except OSError:
-        return 0.0, 0
+        return 0

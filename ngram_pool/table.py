@@ -11,7 +11,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from ngram_pool import _kernels
 from ngram_pool._kernels import (
-    COST_STEPS,
     MAX_OCCURRENCES,
     MAX_TOKEN_ID,
     NONE,
@@ -77,16 +76,6 @@ class SuccessorTable:
     def put(self, contexts: ArrayLike, token_ids: ArrayLike, probs: ArrayLike) -> None:
         """Learn successors of contexts, as `NGramPool.harvest` does."""
         self._put(*_checked(contexts, token_ids, probs), averages=True)
-
-    def update(self, other: "SuccessorTable") -> None:
-        """Learn the contexts of another table, each put as often as it was put there."""
-        arrays = {name: array[::-1] for name, array in other.arrays().items()}  # newest last
-        counts = arrays.pop("counts")
-        pairs, ids = _pairs_of(arrays["keys"]), arrays["token_ids"]
-        probs = np.where(ids == NONE, 0.0, np.exp(arrays["costs"] / -COST_STEPS))
-        for times in range(counts.max(initial=0)):
-            is_put = counts > times
-            self.put(pairs[is_put], ids[is_put], probs[is_put])
 
     def put_tree(
         self,

@@ -12,9 +12,8 @@ from pathlib import Path
 
 # Number of characters of a file's name that the name of its unfinished version begins with.
 MAX_STEM_LENGTH = 64
-# Writing a file takes seconds, and other writers wait. A day allows for a suspended machine, and
-# for the clock of a network folder.
-LOCK_SEC = 60.0
+# Writing a file takes seconds. A day allows for a suspended machine, and for the clock of a network
+# folder.
 _STALE_SEC = 24 * 60 * 60
 
 

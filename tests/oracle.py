@@ -89,13 +89,6 @@ class OraclePool:
             sequences.setdefault(sequence, []).append(token_id)
         return list(sequences.values())
 
-    def merge(self, other: "OraclePool") -> None:
-        for text in other.texts():
-            self.open_sequence(-1)
-            self.observe(text, -1)
-            self.close_sequence(-1)
-        self.harvested.update(other.harvested)
-
     # --- the text ---------------------------------------------------------------------------
 
     def spots(self) -> list[Spot]:

@@ -15,7 +15,7 @@ from lade.hf.circumstances import Circumstances
 from lade.hf.fallbacks import give_up, say_why_by_torch, say_why_eager, say_why_plain
 from lade.hf.plain import finish_standard
 from lade.hf.planning import Planned, plan_of, proved
-from lade.hf.pools import credit, opened
+from lade.hf.pools import opened
 from lade.hf.prefixes import Reuse, reuse_of
 from lade.hf.setup import CallPools, set_up
 from lade.hf.stopping import Outputs, Report, StopRule, stopping
@@ -100,7 +100,6 @@ class Generation:
                 target.release()
             raise
         stats.sources, stats.widths = setup.speculator.sources(), setup.budget.widths
-        credit(self._call.arguments.pool, stats.num_accepted_tokens)
         if decoder.failure is not None:
             target.undo()
             if self._reuse is not None:

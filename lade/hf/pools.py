@@ -49,13 +49,6 @@ def opened(pool: Pools | None) -> Iterator[tuple[NGramPool | None, tuple[NGramPo
         yield _split(pools)
 
 
-def credit(pool: Pools | None, num_tokens: int) -> None:
-    """Report to the stores of named pools how many tokens the pools have saved."""
-    for each in pools_of(pool):
-        if isinstance(each, NamedPool):
-            each.credit(num_tokens)
-
-
 def _split(pools: Sequence[NGramPool]) -> tuple[NGramPool | None, tuple[NGramPool, ...]]:
     learning = [pool for pool in pools if not pool.is_read_only]
     if len(learning) > 1:

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from lade.compat import Model
 from lade.errors import MissingExtraError
@@ -76,8 +77,13 @@ class IdlePrewarming:
                 if num_looks >= _NUM_LOOKS:
                     self._writer.work(self._should_stop)
             self._save()
+        except BlockingIOError as error:
+            logger.warning("prewarming has ended: %s", error)
         except Exception:  # the model's own, or a full disk: answers need no table
             logger.warning("prewarming has ended", exc_info=True)
+        finally:
+            with suppress(OSError):
+                self._writer.close()
 
     def _should_stop(self) -> bool:
         """Return whether to stop, after each forward pass; save the results now and then."""

@@ -8,7 +8,7 @@ import copy
 import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,12 @@ from lade.compat import Model, device_of_inputs, unwrapped
 from lade.compat.view import apart
 from lade.drafting.successors import Successors, rank, with_others
 from lade.errors import UnsupportedModelError
-from lade.prewarming.tables import (
-    add_to_table,
-    new_table,
-    path_of_table,
-    read_table,
-    seconds_of,
-)
+from lade.prewarming.tables import named_table, path_of_table, seconds_of
 from lade.probing.plan import probe
 from lade.probing.profile import Profiles
 from lade.probing.rules import refuse_encoder_decoder, refuse_sharded
 from lade.probing.selfcheck import unchanged_random_state
-from ngram_pool import DEFAULT_NUM_SUCCESSORS, NGramPool
+from ngram_pool import DEFAULT_NUM_SUCCESSORS
 
 # SmolLM2, bfloat16, one core: texts of 16 / 32 / 64 tokens ran at 502 / 450 / 371 tokens a second,
 # because attention and copies of the cache cost more with each token.
@@ -72,22 +66,25 @@ def prewarm(
 
     The table is kept in the user's cache under the model's fingerprint, and is used whenever lade
     generates with that model; it changes only the speed, never the text. At its end, also after an
-    exception or Ctrl-C, a run adds its results to the file, beside those of other runs.
+    exception or Ctrl-C, a run adds its results to the file, beside those of earlier runs. A damaged
+    file is replaced, with a warning.
 
     Args:
         model: a transformers causal LM.
         seconds: how long to run; a forward pass in progress is finished.
         max_tokens: maximum number of tokens to run through the model; None for no limit.
         folder: folder of the tables; None for the user's cache, where lade looks for them.
-        progress: called after every forward pass with the results of this run alone so far.
+        progress: called after every forward pass with the table, and with the tokens and seconds of
+            this run so far.
 
     Raises:
-        OSError: the table cannot be read or written.
+        OSError: the table cannot be read or written, or another process adds to it.
         UnsupportedModelError: the model is an encoder-decoder or tensor-parallel, lade falls back
             to standard decoding for it (so a table would not be used), or it has no weights in
             memory to recognise it by.
         UnsupportedOptionError: it is sharded by FSDP or DeepSpeed ZeRO-3.
-        ValueError: `seconds` or `max_tokens` is not above 0, or the existing file is damaged.
+        ValueError: `seconds` or `max_tokens` is not above 0, or the existing file is of a newer
+            version.
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"expected seconds to be above 0, got {seconds!r}")
@@ -95,12 +92,12 @@ def prewarm(
         raise ValueError(f"expected max_tokens to be above 0, got {max_tokens!r}")
     writer, most_tokens = TableWriter(model, folder), max_tokens or math.inf
 
-    def made(table: NGramPool, seconds: float) -> Prewarmed:
-        return Prewarmed(writer.path, table.num_contexts, writer.num_tokens, seconds)
+    def made(seconds: float) -> Prewarmed:
+        return Prewarmed(writer.path, writer.table.num_contexts, writer.num_tokens, seconds)
 
     def is_enough() -> bool:
         if progress is not None:
-            progress(made(writer.made, writer.seconds))
+            progress(made(writer.seconds))
         return writer.seconds >= seconds or writer.num_tokens >= most_tokens
 
     try:
@@ -108,8 +105,8 @@ def prewarm(
         with unchanged_random_state(writer.model):
             writer.work(is_enough)
     finally:
-        stored = writer.save()
-    return made(stored, seconds_of(stored))
+        writer.close()
+    return made(writer.saved_sec)
 
 
 class _Enough(Exception):  # noqa: N818 - it ends a run and is no error
@@ -117,10 +114,10 @@ class _Enough(Exception):  # noqa: N818 - it ends a run and is no error
 
 
 class TableWriter:
-    """Lets a model write texts, and collects the likely successors of their tokens in a table.
+    """Lets a model write texts, and collects the likely successors of their tokens in its table.
 
     The model writes by `generate`, so any causal LM will do. Texts begin with tokens that are
-    frequent among the successors in the stored table.
+    frequent among the successors in the table. No other process adds to it until this is closed.
 
     Args:
         model: a transformers causal LM, which is not changed.
@@ -129,10 +126,10 @@ class TableWriter:
 
     Attributes:
         path: the table's file.
-        made: the results since the last `save`.
-        seconds: how long these took.
+        table: what is in the file, and what was learned since.
+        seconds: how long the latter took.
         num_tokens: tokens run through the model.
-        saved_sec: seconds of all earlier runs in the file.
+        saved_sec: seconds of all runs in the file.
 
     Raises:
         OSError, UnsupportedModelError, UnsupportedOptionError, ValueError: as `prewarm` does.
@@ -145,8 +142,6 @@ class TableWriter:
         refuse_encoder_decoder(model)
         refuse_sharded(model)
         self.path = path_of_table(model, folder)
-        known = read_table(self.path)
-        self.saved_sec = seconds_of(known)
         view = apart(model).eval()
         found = probe(view if any(each.training for each in model.modules()) else model)
         if found.verification == "plain":
@@ -155,8 +150,7 @@ class TableWriter:
                 "lade would not use a table: it falls back to standard decoding for "
                 f"{found.model}. {reasons}"
             )
-        self.path.parent.mkdir(parents=True, exist_ok=True)  # fail now rather than after the work
-        self.made, self.seconds, self.num_tokens = new_table(), 0.0, 0
+        self.seconds, self.num_tokens = 0.0, 0
         self._model = copy.copy(view)  # shares everything but the attribute set here
         self._most_rows, self._num_rows = most_rows, min(_FEWEST_ROWS, most_rows)
         self._rng = np.random.default_rng()  # different texts in every run and process
@@ -170,16 +164,26 @@ class TableWriter:
         self._model.generation_config = GenerationConfig(
             max_new_tokens=min(_TEXT_LENGTH, longest - 2), do_sample=False
         )
+        self._opened, named = ExitStack(), named_table(self.path)
+        self._store = self._opened.enter_context(named.store)
+        self.table = self._opened.enter_context(named.open())
+        self.saved_sec = seconds_of(self.table)
         # How often each token is to be expected, by the likely successors.
         self._mentions = np.zeros(config.vocab_size)
-        token_ids, worths = known.explore(config.vocab_size)
+        token_ids, worths = self.table.explore(config.vocab_size)
         self._mentions[token_ids] = worths
         self._is_known = np.zeros(_NUM_PAIRS, np.bool_)
-        pairs = known.contexts()
+        pairs = self.table.contexts()
         self._is_known[self._numbers_of(pairs[:, 0], pairs[:, 1])[pairs[:, 0] >= 0]] = True
 
     def work(self, should_stop: Callable[[], bool]) -> None:
-        """Let the model write until a function, called after every forward pass, returns True."""
+        """Let the model write until a function, called after every forward pass, returns True.
+
+        Raises:
+            BlockingIOError: another process adds to the table.
+        """
+        if self.table.is_read_only:
+            raise BlockingIOError(f"another process prewarms this model: {self.path}")
         self._should_stop, self._looked = should_stop, time.monotonic()
         with suppress(_Enough), torch.no_grad():
             while True:
@@ -194,15 +198,19 @@ class TableWriter:
                 if 2 * (time.monotonic() - began) < _MOST_SEC:
                     self._num_rows = min(2 * self._num_rows, self._most_rows)
 
-    def save(self) -> NGramPool:
-        """Add the results since the last `save` to the file; return the whole table."""
-        if not self.seconds:
-            return read_table(self.path)
-        stored = add_to_table(self.path, self.made, self.seconds)
-        self.made, self.seconds = new_table(), 0.0
-        for profile in Profiles.of(self.model):  # so that the next call reads the table again
-            profile.found.pop("prewarmed", None)
-        return stored
+    def save(self) -> None:
+        """Write what was learned since the last `save` to the file."""
+        if self.seconds:
+            self.saved_sec += self.seconds
+            self.seconds, self.table.note = 0.0, str(self.saved_sec)
+            self._store.save()
+            for profile in Profiles.of(self.model):  # so that the next call reads the table again
+                profile.found.pop("prewarmed", None)
+
+    def close(self) -> None:
+        """Save, and let other processes add to the table."""
+        with self._opened:
+            self.save()
 
     def _write(self, num_rows: int) -> None:
         """Write a batch of texts.
@@ -229,8 +237,8 @@ class TableWriter:
         if input_ids.shape[1] > 2:  # the first token of a text has no context
             tokens = input_ids[:, -2:].cpu().numpy()
             single = np.stack([np.full_like(tokens[:, 1], -1), tokens[:, 1]], axis=1)
-            self.made.harvest(single, *successors)
-            self.made.harvest(tokens, *successors)
+            self.table.harvest(single, *successors)
+            self.table.harvest(tokens, *successors)
         token_ids, probs = (part.reshape(-1) for part in successors)
         self._mentions += np.bincount(token_ids, probs, minlength=len(self._mentions))
         self.num_tokens += len(scores)

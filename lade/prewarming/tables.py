@@ -1,5 +1,6 @@
-"""Prewarmed tables: pools on disk that hold a model's likely successors and no text."""
+"""Prewarmed tables: named pools that hold a model's likely successors and no text."""
 
+import math
 import os
 import warnings
 from pathlib import Path
@@ -8,8 +9,7 @@ from lade.compat import Model, mesh_of, unwrapped
 from lade.errors import UnsupportedModelError, UserError
 from lade.prewarming.fingerprint import fingerprint_of
 from lade.probing.profile import Profile
-from ngram_pool import NGramPool
-from ngram_pool.writing import LOCK_SEC
+from ngram_pool import NamedPool, NGramPool, PoolStore
 
 # For 2**20 contexts: 64 MB on disk and in memory. A full table forgets the least recent contexts.
 _CAPACITY_TOKENS = 2**24
@@ -38,7 +38,7 @@ def table_for(model: Model) -> NGramPool | None:
         if not os.path.isdir(tables_folder()):
             return None
         path = path_of_table(model)
-        return read_table(path, read_only=True) if os.path.isfile(path) else None
+        return read_table(path) if os.path.isfile(path) else None
     except UnsupportedModelError:  # the model has no fingerprint
         return None
     except Exception as error:  # of the model, or of a damaged file
@@ -62,60 +62,36 @@ def path_of_table(model: Model, folder: Path | None = None) -> Path:
     fingerprint = fingerprint_of(model)
     if fingerprint is None:
         raise UnsupportedModelError(f"{name} has no weights in memory to be recognised by")
-    return (tables_folder() if folder is None else folder) / f"{fingerprint}.safetensors"
+    return (tables_folder() if folder is None else folder) / f"{fingerprint}.pool"
 
 
-def read_table(path: Path, *, read_only: bool = False) -> NGramPool:
-    """Read a table, or return an empty one if there is no file.
+def read_table(path: Path) -> NGramPool:
+    """Read a table that nothing will be added to.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: it is damaged, or no table of this version.
     """
-    if not path.exists():
-        return new_table()
-    try:
-        table = NGramPool.load(path, model=path.stem, read_only=read_only)
-        seconds_of(table)
-        return table
-    except ValueError as error:
-        raise UserError(
-            f"expected a table that lade prewarm made for this model, remove {path} to begin anew; "
-            f"got one that cannot be used ({error})"
-        ) from error
+    table = NGramPool.load(path, model=path.stem, read_only=True)
+    seconds_of(table)
+    return table
 
 
-def new_table() -> NGramPool:
-    """Return an empty table."""
-    return NGramPool(_CAPACITY_TOKENS)
+def named_table(path: Path) -> NamedPool:
+    """Return a table in a store of its own, for one process to add to; its folder is made.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    store = PoolStore(
+        path.parent, save_every_sec=math.inf, model=path.stem, capacity_tokens=_CAPACITY_TOKENS
+    )
+    return store.named(path.stem)
 
 
 def seconds_of(table: NGramPool) -> float:
     """Return the seconds of all runs that wrote a table."""
-    return float(table.note or 0.0)
-
-
-def add_to_table(path: Path, added: NGramPool, seconds: float) -> NGramPool:
-    """Add to a table in its file, which is made if missing; return the whole table.
-
-    One process at a time does so. A process that is killed meanwhile blocks no other, and leaves
-    the file unchanged.
-
-    Args:
-        path: the file.
-        added: what was learned, a table of its own.
-        seconds: how long that took.
-
-    Raises:
-        OSError: the file cannot be read or written, or another process keeps it for a minute.
-        ValueError: as for `read_table`.
-    """
-    from filelock import FileLock  # here, as only writers need it
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock"), timeout=LOCK_SEC):
-        table = read_table(path)
-        table.merge(added)
-        table.model, table.note = path.stem, str(seconds_of(table) + seconds)
-        table.save(path)
-    return table
+    try:
+        return float(table.note or 0.0)
+    except ValueError:
+        raise UserError(f"expected a table of lade prewarm, got a pool of {table.note!r}") from None

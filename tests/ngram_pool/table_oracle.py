@@ -53,15 +53,6 @@ class OracleTable:
         likeliest = sorted(merged.items(), key=lambda item: -item[1])[: _kernels.MAX_OCCURRENCES]
         self.known[context] = Known(count, [(t, cost_of(p)) for t, p in likeliest])
 
-    def update(self, other: "OracleTable") -> None:
-        """Put what another knows, bucket by bucket from the last one, oldest first, as often."""
-        ordered = sorted(other.known.items(), key=lambda item: -other.bucket(item[0]))
-        for times in range(_kernels.MAX_COUNT):
-            items = [(context, known) for context, known in ordered if known.count > times]
-            ids = [[token_id for token_id, _ in known.successors] for _, known in items]
-            probs = [[math.exp(-cost / 4096) for _, cost in known.successors] for _, known in items]
-            self.put([context for context, _ in items], ids, probs)
-
     def bucket(self, context: Context) -> int:
         previous, last = context
         state = _kernels.hash_with(0, last, _kernels.HASH_MULTIPLIER)

@@ -111,24 +111,3 @@ def test_bad_arguments_raise_and_change_nothing(
     with pytest.raises(error, match=text):
         pool.harvest(contexts, ids, probs)
     assert contents(pool) == before
-
-
-# --- joining pools --------------------------------------------------------------------------
-
-
-def test_a_pool_learns_what_another_harvested_as_often_as_it_was_harvested_there() -> None:
-    pool, other = NGramPool(), NGramPool()
-    pool.harvest([[1, 2]], [[3, 4]], [[0.75, 0.25]])
-    for _ in range(3):
-        other.harvest([[1, 2]], [[4, 5]], [[0.75, 0.25]])
-    other.harvest([[7, 8]], [[9]], [[0.5]])
-    before = contents(other)
-    pool.merge(other)
-    token_ids, probs = contents(pool)[1, 2]
-    assert token_ids == [4, 3, 5]
-    np.testing.assert_allclose(probs, [0.625, 0.1875, 0.1875], rtol=2e-3)  # not 0.5, ...
-    assert pool._harvested.arrays()["counts"].tolist().count(4) == 1
-    assert contents(other) == before
-    assert contents(pool)[7, 8] == before[7, 8]
-    other.merge(NGramPool())
-    assert contents(other) == before

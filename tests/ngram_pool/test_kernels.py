@@ -108,7 +108,7 @@ def use(pool: NGramPool, layers: list[NGramPool]) -> None:
         chains = pool.draft_chains(texts, lengths, 6, [sequence, other], num_new=[3, 12])
         assert (chains.lengths <= 6).all()
         with suppress(ValueError):  # of noise that is no token
-            NGramPool(100).merge(pool)
+            NGramPool(100).observe(next(pool.texts()), None)
 
 
 # In a process of its own, because Numba's cache does not tell code with checks from other code, and

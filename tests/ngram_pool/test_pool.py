@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ngram_pool
 from ngram_pool import Draft, NGramPool
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.threads import in_threads
@@ -221,6 +222,12 @@ def test_threads_may_share_a_pool() -> None:
 def test_examples_in_docstrings_run(name: str) -> None:
     results = doctest.testmod(importlib.import_module(name))
     assert results.attempted > 0
+    assert results.failed == 0
+
+
+def test_examples_of_the_readme_run() -> None:
+    results = doctest.testfile("README.md", package=ngram_pool)
+    assert results.attempted > 9
     assert results.failed == 0
 
 

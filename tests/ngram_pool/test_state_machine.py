@@ -195,12 +195,6 @@ class LivingPoolMachine(PoolMachine):
     def teardown(self) -> None:
         shutil.rmtree(self.folder)
 
-    @rule(other=PoolMachine.layers)
-    def merge(self, other: Any) -> None:
-        pool, oracle = other
-        self.pool.merge(pool)
-        self.oracle.merge(oracle)
-
     @rule(target=PoolMachine.layers)
     def freeze(self) -> tuple[NGramPool, OraclePool]:
         return self.pool.as_read_only(), copy.deepcopy(self.oracle)

@@ -68,7 +68,10 @@ def test_calls_use_what_was_learned_before_it_is_closed(monkeypatch: pytest.Monk
 
     want = answer()
     idle = IdlePrewarming(model, lambda: True)
-    wait_until(path_of_table(model).exists)
+    path = path_of_table(model)
+    wait_until(path.exists)
+    first = path.stat().st_ino
+    wait_until(lambda: path.stat().st_ino != first)  # saved again: calls know of the first time
     got = answer()
     idle.close()
     assert got.sequences.tolist() == want.sequences.tolist()
