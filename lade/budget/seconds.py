@@ -6,19 +6,21 @@ machine, such as a jump from the first token to the second, are learned as devia
 
     log seconds(n) = level + log(1 + slope * (n - 1)) + deviation(n)
 
-Level, logarithm of the slope and deviations are normal beforehand, so the log seconds of all sizes
-are about normal together, and each measurement corrects them (a Kalman filter). So a few
-measurements inform about all sizes, a temporary load moves the level, and doubt grows about sizes
-that were not measured recently. Nothing is drawn at random.
+All of it is one normal distribution that each measurement corrects (an extended Kalman filter). So
+a few measurements inform about all sizes, a temporary load moves the level, and doubt grows about
+sizes that were not measured recently. Nothing is drawn at random.
 """
 
 import math
 from bisect import bisect_left
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lade.budget import _kernels
+from ngram_pool.compiling import compile_by
 
 Floats = NDArray[np.float64]
 
@@ -37,16 +39,16 @@ SHARE_OF_TRIALS, MOST_TRIALS = 0.005, 4.0
 # These were chosen on simulated machines (`tests/lade/budget/machines.py`) with drafts of recorded
 # texts. The slope before any measurement, and standard deviations of logarithms: of the level, of
 # the slope, and both of the deviation from a size to one e times as large and of a measurement at
-# first. Five running minima with interpolation, instead of a filter, lost 2 % there.
-_SLOPE = 0.045
-_LEVEL_SD, _SLOPE_SD, _SD = 2.0, 1.2, 0.14
+# first.
+_SLOPE = 0.04
+_LEVEL_SD, _SLOPE_SD, _SD = 2.0, 1.1, 0.12
 _FORGOTTEN = 0.001  # share of the knowledge that each measurement forgets
 # Later the deviation of measurements is measured, and the newest one has this weight. By the same
 # share of the squared excess, the variance of a time that is too long grows: otherwise one such
 # time among the first ones kept one of eight simulated batches from drafting forever.
 _NEWEST = 0.02
 _LEAST_SD = 0.02  # of measurements
-_OUTLIER = 3.0  # standard deviations; a larger surprise counts as this
+_OUTLIER = 2.5  # standard deviations; a larger surprise counts as this
 # A size is tried if it would be the best when this many standard deviations better than expected.
 _HOPE = 0.7
 _REACH = 6  # the largest size to try, times the largest measured
@@ -55,10 +57,10 @@ _REACH = 6  # the largest size to try, times the largest measured
 class _Belief(NamedTuple):
     """The estimate; replaced as a whole, because other threads read it."""
 
-    logs: Floats  # seconds of the sizes `KNOTS`, logarithms
-    covariance: Floats  # of these
+    mean: Floats  # level, logarithm of the slope, deviation of each size
+    covariance: Floats
     noise: float  # variance of measurements
-    curve: Floats  # seconds of the sizes, never less for more
+    curve: Floats  # seconds of the sizes `KNOTS`, never less for more
 
 
 class Seconds:
@@ -69,19 +71,15 @@ class Seconds:
     """
 
     def __init__(self, num_alike: int = 1) -> None:
-        grown = _SLOPE * num_alike * (KNOTS - 1)
-        by_slope = _SLOPE_SD * grown / (1 + grown)
-        # The second token has a deviation of its own: other kernels run from there on.
-        apart = np.log(KNOTS) + (KNOTS > 1)
-        deviations = _SD**2 * np.minimum.outer(apart, apart)  # those of near sizes are alike
-        # Before any measurement.
-        self._shape = np.log1p(grown)
-        self._prior = _LEVEL_SD**2 + np.outer(by_slope, by_slope) + deviations
-        self._believe(self._shape, self._prior, _SD**2)
+        compile_kernels()
+        mean = np.zeros(2 + len(KNOTS))
+        mean[1] = math.log(_SLOPE * num_alike)
+        self._unknown = mean
+        self._believe(mean, _PRIOR, _SD**2)
         self._seen: set[int] = set()  # indices of sizes that have run
         self._largest = 1.0  # measured
         self._num_asked = 0
-        self._left = 0.0  # seconds that trials may lose
+        self._left = np.zeros(1)  # seconds that trials may lose
         #: Whether there is a measurement.
         self.is_known = False
 
@@ -116,72 +114,75 @@ class Seconds:
             return 0
         most = _REACH * max(self._largest, sizes.item(0))
         num = max(1, int(sizes.searchsorted(most, "right")))
-        sizes, gains = sizes[:num], gains[:num]
-        covariance, sec = self._belief.covariance, self.at(sizes)
-        rates = gains / sec
-        best = int(rates.argmax())
-        apart = _interpolation(sizes.tobytes())
-        apart = apart - apart[best]
-        variances = (apart @ covariance * apart).sum(axis=1)  # of the difference to the best
-        doubts = np.sqrt(np.maximum(variances, 0.0))
-        hoped = gains - rates.item(best) * sec * np.exp(-_HOPE * doubts)
-        tried = int(hoped.argmax())
-        if hoped.item(tried) <= 0.0:
-            return best
-        lost = sec.item(tried) - gains.item(tried) / rates.item(best)
-        if lost > self._left:
-            return best
-        self._left -= lost
-        return tried
+        mean, covariance, _, curve = self._belief
+        scratch = np.empty((2, len(mean)))
+        belief = mean, covariance, curve, KNOTS
+        return int(_kernels.choose(*belief, sizes[:num], gains[:num], _HOPE, self._left, scratch))
 
     def record(self, size: float, sec: float) -> None:
         """Learn from a measurement."""
-        logs, covariance, noise, _ = self._belief
-        index = bisect_left(SIZES, size)
-        last = max(1, min(index, len(SIZES) - 1))
-        share = (min(size, SIZES[-1]) - SIZES[last - 1]) / (SIZES[last] - SIZES[last - 1])
-
-        def at(values: Floats) -> Floats:
-            """Return what values of all sizes are at this one."""
-            interpolated: Floats = (1.0 - share) * values[last - 1] + share * values[last]
-            return interpolated
-
+        mean, covariance, noise, _ = self._belief
+        row, of_row = np.zeros((2, len(mean)))
+        expected = _kernels.add_row(mean, KNOTS, float(size), 1.0, row)
         log_sec = math.log(max(sec, 1e-9))  # a coarse clock may not have advanced
-        if not self.is_known:
-            logs = logs + (log_sec - at(logs))
-        surprise = float(log_sec - at(logs))
+        index = bisect_left(SIZES, size)
         is_first = index not in self._seen
         self._seen.add(index)
+        if not self.is_known:
+            mean = mean.copy()
+            mean[0] += log_sec - expected
+            expected = log_sec
         # The first run of a size may include allocation and compilation.
-        if is_first and surprise >= 0.0:
-            self._believe(logs, covariance, noise)
+        if is_first and log_sec >= expected:
+            self._believe(mean, covariance, noise)
             return
         self._largest = max(self._largest, size)
-        of_all = at(covariance)
-        variance = float(at(of_all)) + noise
+        variance = _kernels.project(covariance, row, of_row) + noise
         most = _OUTLIER * math.sqrt(variance)
-        surprise = min(surprise, most)  # a time may be too long, but hardly too short
+        surprise = min(log_sec - expected, most)  # a time may be too long, but hardly too short
         seen = max(surprise, -most) ** 2
         noise = max(_LEAST_SD**2, noise + _NEWEST * (seen - variance))
         variance += _NEWEST * max(0.0, surprise) ** 2
-        logs = logs + of_all * (surprise / variance)
-        covariance = covariance - of_all[:, None] * (of_all / variance)
-        # All but the level returns to the prior.
-        logs += _FORGOTTEN * (self._shape + at(logs - self._shape) - logs)
-        covariance += _FORGOTTEN * (self._prior - covariance)
-        self._believe(logs, covariance, noise)
-        saved = self._left + SHARE_OF_TRIALS * sec if self.is_known else math.inf
-        self._left = min(saved, MOST_TRIALS * self._belief.curve.item(0))
+        known, learned = (mean, covariance), (np.empty_like(mean), np.empty_like(covariance))
+        measured = surprise, variance, _FORGOTTEN
+        _kernels.correct(*known, self._unknown, _PRIOR, of_row, *measured, *learned)
+        self._believe(*learned, noise)
+        saved = self._left.item() + SHARE_OF_TRIALS * sec if self.is_known else math.inf
+        self._left[0] = min(saved, MOST_TRIALS * self._belief.curve.item(0))
         self.is_known = True
 
-    def _believe(self, logs: Floats, covariance: Floats, noise: float) -> None:
-        # A larger size takes no less time: if it seems to, the smaller one was measured under load.
-        curve = np.exp(np.minimum.accumulate(logs[::-1])[::-1])
-        self._belief = _Belief(logs, covariance, noise, curve)
+    def _believe(self, mean: Floats, covariance: Floats, noise: float) -> None:
+        curve = np.empty(len(KNOTS))
+        _kernels.write_curve(mean, KNOTS, curve)
+        self._belief = _Belief(mean, covariance, noise, curve)
 
 
-@lru_cache(256)
-def _interpolation(sizes: bytes) -> Floats:
-    """Return the weights of the values of `KNOTS` at some sizes, [num_sizes, num_knots]."""
-    each = np.frombuffer(sizes)
-    return np.stack([np.interp(each, KNOTS, row) for row in np.eye(len(KNOTS))], axis=1)
+def _prior() -> Floats:
+    """Return the covariance before any measurement: deviations of near sizes are alike."""
+    # The second token has a deviation of its own: other kernels run from there on.
+    apart = np.log(KNOTS) + (KNOTS > 1)
+    steps = _SD**2 * apart
+    covariance = np.zeros((2 + len(KNOTS), 2 + len(KNOTS)))
+    covariance[0, 0], covariance[1, 1] = _LEVEL_SD**2, _SLOPE_SD**2
+    covariance[2:, 2:] = np.minimum.outer(steps, steps)
+    return covariance
+
+
+_PRIOR = _prior()
+
+
+@cache
+def compile_kernels() -> None:
+    """Compile the kernels of budgets, so that no step waits for or fails in compilation."""
+    compile_by(_run_kernels, _kernels)
+
+
+def _run_kernels() -> None:
+    curve, left = np.ones(len(KNOTS)), np.zeros(1)
+    mean, scratch = np.zeros(len(_PRIOR)), np.zeros((2, len(_PRIOR)))
+    _kernels.write_curve(mean, KNOTS, curve)
+    _kernels.choose(mean, _PRIOR, curve, KNOTS, curve, curve, _HOPE, left, scratch)
+    expected = _kernels.add_row(mean, KNOTS, 1.0, 1.0, scratch[0])
+    measured = expected, _kernels.project(_PRIOR, *scratch), _FORGOTTEN
+    learned = mean, np.empty_like(_PRIOR)
+    _kernels.correct(mean, _PRIOR, mean, _PRIOR, scratch[1], *measured, *learned)

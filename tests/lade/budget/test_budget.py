@@ -171,7 +171,7 @@ def test_a_text_that_changes_is_noticed(costs: dict[int, float]) -> None:
         answer(budget, machine, [Drafting(DECEPTIVE, seed)], 600)
         answer(budget, machine, [Drafting(SURE, seed)], 400, steps)
         assert np.mean(np.array(steps[20:40]) >= 4) >= 0.8
-        assert answer(budget, machine, [Drafting(DECEPTIVE, 50 + seed)]) >= 0.87
+        assert answer(budget, machine, [Drafting(DECEPTIVE, 50 + seed)]) >= 0.88
 
 
 def test_costs_of_a_busy_time_do_not_end_drafts_for_ever() -> None:
@@ -296,9 +296,7 @@ def test_joint_forwards_price_draft_tokens_by_what_they_take_also_where_prompts_
 ) -> None:
     """A forward of 16 calls takes a second at least; the first of each size ten times as long."""
     costs, rng, seen = Seconds(), np.random.default_rng(0), set[int]()
-    assert 16 * costs.marginal_cost(16) == pytest.approx(
-        0.43, rel=0.01
-    )  # before anything is measured
+    assert 16 * costs.marginal_cost(16) == pytest.approx(0.4)  # before anything is measured
     for num_tokens in rng.integers(100, 300, size=60).tolist():  # pieces of prompts beside steps
         sec = (1.0 + sec_of_token * num_tokens) * (1 if num_tokens // 64 in seen else 10)
         seen.add(num_tokens // 64)
