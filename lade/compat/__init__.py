@@ -86,6 +86,15 @@ def decode_standard(
     )
 
 
+def candidate_generator(
+    model: Model, config: GenerationConfig, input_ids: Tensor, assistant: Model | None
+) -> Any:
+    """Return the generator of draft tokens that `generate` would use with a config."""
+    return model._get_candidate_generator(
+        config, input_ids, None, LogitsProcessorList(), {}, assistant_model=assistant
+    )
+
+
 def attention_of(model: Model) -> str | None:
     """Return the name of the attention implementation of the model's text part."""
     name: str | None = model.config.get_text_config(decoder=True)._attn_implementation

@@ -1,25 +1,31 @@
 """Assisted generation by the options of transformers.
 
-`assistant_model` and `assistant_early_exit` become drafters beside the call's pool. Options of
-transformers control them: from the call, else from the assistant's generation config, where
-transformers looks for all options but `assistant_early_exit`.
+`assistant_model`, `assistant_early_exit`, `use_mtp` and `speculation_type` become drafters beside
+the call's pool. Options of transformers control them: from the call, else from the assistant's
+generation config, where transformers looks for all options but `assistant_early_exit`.
 """
 
+import copy
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
-from torch import nn
-from transformers import GenerationConfig
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessorList
 
-from lade.compat import Model, unwrapped
-from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
-from lade.drafters.assistant import LENGTH_OPTIONS
-from lade.drafting.drafter import Drafter
+from lade.compat import Model, candidate_generator, unwrapped
+from lade.drafters import AssistantModel, CallPool, Candidates, FirstLayers, Merged
+from lade.drafters.candidates import config_for
+from lade.drafting.drafter import Drafter, DraftingCall
 from lade.errors import UnsupportedOptionError
 from lade.probing.profile import Profiles
 
 _ALIGNING = ("assistant_lookbehind", "target_lookbehind")  # the texts of two tokenizers
+_LENGTHS = (  # of drafts
+    *("num_assistant_tokens", "num_assistant_tokens_schedule"),
+    "assistant_confidence_threshold",
+)
 
 
 def _options_of(sources: Any, *, has_tokenizers: bool = False) -> dict[str, Any]:
@@ -28,7 +34,7 @@ def _options_of(sources: Any, *, has_tokenizers: bool = False) -> dict[str, Any]
     Raises:
         UnsupportedOptionError: an option cannot be honoured.
     """
-    names = (*LENGTH_OPTIONS, *_ALIGNING, "assistant_ensemble_weight")
+    names = (*_LENGTHS, *_ALIGNING, "assistant_ensemble_weight")
     found = {name: _first(name, sources) for name in names}
     found = {name: value for name, value in found.items() if value is not None}
     if "assistant_ensemble_weight" in found:
@@ -63,17 +69,24 @@ def take_assistant(
     of_call = (generate_kwargs, generate_kwargs.get("generation_config"))
     if drafter is not None:
         raise ValueError("expected drafter or assistant_model, got both")
-    if _first("assistant_early_exit", (*of_call, model.generation_config)) is not None:
-        raise ValueError("expected assistant_model or assistant_early_exit, got both")
-    assistant = unwrapped(assistant)
-    if not (isinstance(assistant, nn.Module) and hasattr(assistant, "generation_config")):
+    for other in ("assistant_early_exit", "use_mtp"):
+        if _first(other, (*of_call, model.generation_config)):
+            raise ValueError(f"expected assistant_model or {other}, got both")
+    assistant, own = unwrapped(assistant), getattr(unwrapped(assistant), "generation_config", None)
+    kind = _first("speculation_type", (*of_call, model.generation_config))
+    if kind not in (None, "dflash"):
+        raise UnsupportedOptionError(f"lade does not support speculation_type={kind!r}")
+    if not isinstance(assistant, nn.Module) or (own is None and kind is None):
         raise TypeError(
             f"expected assistant_model to be a transformers causal LM, got {assistant!r:.100}"
         )
-    if _first("speculation_type", (*of_call, model.generation_config)) is not None:
-        raise UnsupportedOptionError("lade does not support speculation_type")
     translates = tokenizers[0] is not None
-    options = _options_of((*of_call, assistant.generation_config), has_tokenizers=translates)
+    options = _options_of((*of_call, own), has_tokenizers=translates)
+    make: Callable[[], Drafter]
+    if kind is not None or "shared_kv_states" in signature(assistant.forward).parameters:
+        options["speculation_type"] = kind
+        make = partial(Candidates, _Heads(assistant, options), name="assistant")
+        return _shared_drafter(assistant, model, (options,), make)
     if not translates:
         make = partial(AssistantModel, assistant, options=options)
         return _shared_drafter(assistant, model, (options,), make)
@@ -83,23 +96,49 @@ def take_assistant(
     return _shared_drafter(assistant, model, (options, *tokenizers), make)
 
 
-def exiting_early(
-    model: Model, drafter: Drafter | None, config: GenerationConfig
-) -> Drafter | None:
-    """Turn `assistant_early_exit` of a prepared config into a drafter; else return the given one.
+def by_itself(model: Model, drafter: Drafter | None, config: GenerationConfig) -> Drafter | None:
+    """Turn `assistant_early_exit` or `use_mtp` of a prepared config into a drafter.
+
+    Returns:
+        The given drafter if neither is set.
 
     Raises:
         ValueError: a drafter is given, too, or a value is out of its range.
         UnsupportedOptionError: an option of assisted generation cannot be honoured.
     """
-    num_layers = config.assistant_early_exit
-    if num_layers is None:
+    num_layers, has_heads = config.assistant_early_exit, bool(getattr(config, "use_mtp", None))
+    if num_layers is None and not has_heads:
         return drafter
-    if drafter is not None:
-        raise ValueError("expected drafter or assistant_early_exit, got both")
+    if drafter is not None or (has_heads and num_layers is not None):
+        got = "use_mtp" if num_layers is None else "assistant_early_exit"
+        raise ValueError(f"expected drafter or {got}, got both")
     options = _options_of((config,))
-    make = partial(FirstLayers, num_layers, options=options)
+    make: Callable[[], Drafter] = partial(FirstLayers, num_layers, options=options)
+    if has_heads:
+        options["use_mtp"] = True
+        make = partial(Candidates, _Heads(None, options), name="heads")
     return _shared_drafter(model, model, (options, num_layers), make)
+
+
+class _Heads:
+    """Makes transformers' own generators, and loads the weights of a model's heads once."""
+
+    def __init__(self, assistant: Model | None, options: dict[str, Any]) -> None:
+        self._assistant, self._options = assistant, options
+        self._made: Any = None
+
+    def __call__(
+        self, call: DraftingCall, input_ids: Tensor, processors: LogitsProcessorList
+    ) -> Any:
+        if self._made is None:
+            config = config_for(call)
+            config.update(**self._options)
+            self._made = candidate_generator(call.model, config, input_ids, self._assistant)
+        held = [each for each in vars(self._made).values() if isinstance(each, nn.Module)]
+        made = copy.deepcopy(self._made, {id(each): each for each in held})
+        own = {"main_model_max_length": call.max_length, "logits_processor": processors or None}
+        vars(made).update({name: each for name, each in own.items() if hasattr(made, name)})
+        return made
 
 
 def _shared_drafter(
