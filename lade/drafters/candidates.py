@@ -215,10 +215,12 @@ class Candidates(Drafter):
         return drawn.first(max_draft_tokens)
 
 
-def config_for(call: DraftingCall) -> GenerationConfig:
-    """Return the config of a generator of a call."""
+def config_for(call: DraftingCall, **options: Any) -> GenerationConfig:
+    """Return the config of a generator of a call, for which only options choose another kind."""
     config = copy.deepcopy(getattr(call.model, "generation_config", GenerationConfig()))
     config.max_length, config.min_length, config.do_sample = call.max_length, 0, False
+    config.assistant_early_exit = config.prompt_lookup_num_tokens = config.use_mtp = None
+    config.update(**options)
     return config
 
 

@@ -1,13 +1,14 @@
-"""Drafters that run a model: `AssistantModel`, another one, and `FirstLayers` of the target."""
+"""Drafters that are models: `AssistantModel`; `FirstLayers` and `Heads` of the target."""
 
+import copy
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import LogitsProcessorList
-from transformers.generation import candidate_generator as hf
 
-from lade.compat import Model, mesh_of, unwrapped
+from lade.compat import Model, candidate_generator, mesh_of, unwrapped
 from lade.compat.attempts import Attempt
 from lade.compat.view import with_first_layers
 from lade.config import check_integer
@@ -21,10 +22,12 @@ from lade.probing.rules import refuse_encoder_decoder
 
 
 class AssistantModel(Candidates):
-    """A small causal LM that drafts for a larger one.
+    """A small model that drafts for a larger one: a causal LM, or one trained for its states.
 
     One object serves any number of calls, one after another or side by side. Each call has its own
-    KV cache; the measured times of drafts are kept for later calls.
+    KV cache; the measured times of drafts are kept for later calls. A causal LM runs by lade's
+    forwards. A model that reads hidden states of the target (DFlash, Gemma 4's assistants) runs by
+    torch, and so does its target, for a single prompt of text that is verified by trees.
 
     Args:
         model: the assistant; it is not changed, and may be in use elsewhere.
@@ -43,6 +46,7 @@ class AssistantModel(Candidates):
     """
 
     _tokenizers: tuple[Any, Any] | None = None  # if ids of the target mean other tokens
+    _reads_states = False  # of the target
 
     def __init__(
         self,
@@ -54,10 +58,13 @@ class AssistantModel(Candidates):
         name: str = "assistant",
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        if not callable(getattr(model, "generate", None)):
-            raise TypeError(f"expected a causal LM of transformers, got {type(model).__name__}")
         self._set(length, name, options)
         self.model = unwrapped(model)
+        if not isinstance(self.model, nn.Module):
+            raise TypeError(f"expected a model of transformers, got {type(model).__name__}")
+        self._is_dflash = not hasattr(self.model, "generation_config")
+        of_forward = inspect.signature(self.model.forward).parameters
+        self._reads_states = self._is_dflash or "shared_kv_states" in of_forward
         self._compares = tokenizer is not None and target_tokenizer is not None
         if self._compares and tokenizer is not target_tokenizer:
             size = model.config.get_text_config(decoder=True).vocab_size
@@ -76,19 +83,19 @@ class AssistantModel(Candidates):
 
     def _generator(
         self, call: DraftingCall, input_ids: Tensor, processors: LogitsProcessorList
-    ) -> hf.AssistedCandidateGenerator:
-        config, (model, plan) = config_for(call), self._model_for(call)
+    ) -> Any:
+        if self._reads_states:
+            config = config_for(call, speculation_type="dflash" if self._is_dflash else None)
+            made = candidate_generator(call.model, config, input_ids, processors, self.model)
+            vars(made).update(self._options)  # those of its length
+            return made
+        config, (model, plan) = config_for(call, speculation_type=None), self._model_for(call)
         limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         config.max_length = min(call.max_length, 1 + (limit or call.max_length))
         num_drafted = call.vocab_size if self._tokenizers is None else None
         assistant = Assistant(model, plan, call.max_length, self._options, num_drafted)
-        if self._tokenizers is None:
-            return hf.AssistedCandidateGenerator(
-                input_ids, assistant, config, {}, logits_processor=processors
-            )
-        return hf.AssistedCandidateGeneratorDifferentTokenizers(
-            input_ids, assistant, *self._tokenizers, config, {}
-        )
+        given = config, input_ids, processors, assistant, self._tokenizers
+        return candidate_generator(call.model, *given)
 
     def _model_for(self, call: DraftingCall) -> tuple[Model, VerificationPlan]:
         """Return the model to run for a call, and how."""
@@ -153,6 +160,36 @@ class FirstLayers(AssistantModel):
             return view(cuts_cache=False)
 
         return profile_of(model).once(("first layers", num_layers), find)
+
+
+class Heads(Candidates):
+    """The target's own heads for later tokens (multi-token prediction), if it ships with them.
+
+    They are loaded from its checkpoint, once, and run by torch. They read hidden states of the
+    target, which runs by torch as well, for a single prompt of text that is verified by trees.
+
+    Args:
+        name: name of this source in `DecodeStats.sources`.
+    """
+
+    def __init__(self, *, name: str = "heads") -> None:
+        super().__init__(_heads_for, name=name)
+
+
+def _heads_for(call: DraftingCall, input_ids: Tensor, processors: LogitsProcessorList) -> Any:
+    def load() -> Any:
+        config = config_for(call, use_mtp=True)
+        return candidate_generator(call.model, config, input_ids, LogitsProcessorList())
+
+    try:
+        loaded = profile_of(call.model).once("heads", load)
+    except ValueError as reason:
+        name = type(call.model).__name__
+        raise UnsupportedModelError(f"{name} has no heads to draft with: {reason}") from reason
+    heads = loaded.mtp_model  # shared; the cache is of one text
+    made = copy.deepcopy(loaded, {id(heads): heads})
+    made.logits_processor = processors or None
+    return made
 
 
 def _layers_of(model: Model) -> nn.ModuleList:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,12 +109,11 @@ class Assistant:
         # On a GPU, an index out of range would end the process's use of it.
         if not 0 <= min(token_ids) <= max(token_ids) < self._num_ids:
             raise ValueError(f"expected token ids from 0 to {self._num_ids - 1}, got others")
-        before = token_ids[:-1]
-        num_same = _num_same(self._held, before)
-        if self._target is not None and self._run:
-            kept = _num_same(self._run, before[num_same:]) if num_same == len(self._held) else 0
-            self._commit(kept)
-            num_same += kept
+        before, ran = token_ids[:-1], [*self._held, *self._run]
+        pairs = zip(ran, before, strict=False)
+        num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if self._run:
+            self._commit(max(0, num_same - len(self._held)))
         num_other = len(self._held) - num_same
         if self._target is None or (num_other and not self._target.go_back(num_other)):
             self._prefill(before)
@@ -153,9 +153,3 @@ class Assistant:
 
         Plain(self._model, token_ids).generate(num_new=num_new, custom_generate=begin)
         self._target.prefill()
-
-
-def _num_same(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Return how many first tokens of two texts are the same."""
-    pairs = enumerate(zip(tokens, others, strict=False))
-    return next((i for i, (mine, its) in pairs if mine != its), min(len(tokens), len(others)))

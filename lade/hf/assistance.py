@@ -5,27 +5,21 @@ the call's pool. Options of transformers control them: from the call, else from 
 generation config, where transformers looks for all options but `assistant_early_exit`.
 """
 
-import copy
 from collections.abc import Callable
 from functools import partial
-from inspect import signature
 from typing import Any
 
-from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList
+from torch import nn
+from transformers import GenerationConfig
 
-from lade.compat import Model, candidate_generator, unwrapped
-from lade.drafters import AssistantModel, CallPool, Candidates, FirstLayers, Merged
-from lade.drafters.candidates import config_for
-from lade.drafting.drafter import Drafter, DraftingCall
+from lade.compat import Model, unwrapped
+from lade.drafters import AssistantModel, CallPool, FirstLayers, Heads, Merged
+from lade.drafting.drafter import Drafter
 from lade.errors import UnsupportedOptionError
 from lade.probing.profile import Profiles
 
 _ALIGNING = ("assistant_lookbehind", "target_lookbehind")  # the texts of two tokenizers
-_LENGTHS = (  # of drafts
-    *("num_assistant_tokens", "num_assistant_tokens_schedule"),
-    "assistant_confidence_threshold",
-)
+_LENGTHS = ("num_assistant_tokens", "num_assistant_tokens_schedule")
 
 
 def _options_of(sources: Any, *, has_tokenizers: bool = False) -> dict[str, Any]:
@@ -34,7 +28,7 @@ def _options_of(sources: Any, *, has_tokenizers: bool = False) -> dict[str, Any]
     Raises:
         UnsupportedOptionError: an option cannot be honoured.
     """
-    names = (*_LENGTHS, *_ALIGNING, "assistant_ensemble_weight")
+    names = (*_LENGTHS, "assistant_confidence_threshold", *_ALIGNING, "assistant_ensemble_weight")
     found = {name: _first(name, sources) for name in names}
     found = {name: value for name, value in found.items() if value is not None}
     if "assistant_ensemble_weight" in found:
@@ -56,7 +50,7 @@ def take_assistant(
         The given drafter if no assistant is named.
 
     Raises:
-        TypeError: the assistant is no causal LM.
+        TypeError: the assistant is no model.
         ValueError: arguments contradict each other, or one is out of its range.
         UnsupportedOptionError: an option of assisted generation cannot be honoured.
     """
@@ -72,28 +66,20 @@ def take_assistant(
     for other in ("assistant_early_exit", "use_mtp"):
         if _first(other, (*of_call, model.generation_config)):
             raise ValueError(f"expected assistant_model or {other}, got both")
-    assistant, own = unwrapped(assistant), getattr(unwrapped(assistant), "generation_config", None)
-    kind = _first("speculation_type", (*of_call, model.generation_config))
-    if kind not in (None, "dflash"):
-        raise UnsupportedOptionError(f"lade does not support speculation_type={kind!r}")
-    if not isinstance(assistant, nn.Module) or (own is None and kind is None):
+    assistant, translates = unwrapped(assistant), tokenizers[0] is not None
+    if not isinstance(assistant, nn.Module):
         raise TypeError(
-            f"expected assistant_model to be a transformers causal LM, got {assistant!r:.100}"
+            f"expected assistant_model to be a model of transformers, got {assistant!r:.100}"
         )
-    translates = tokenizers[0] is not None
-    options = _options_of((*of_call, own), has_tokenizers=translates)
-    make: Callable[[], Drafter]
-    if kind is not None or "shared_kv_states" in signature(assistant.forward).parameters:
-        options["speculation_type"] = kind
-        make = partial(Candidates, _Heads(assistant, options), name="assistant")
-        return _shared_drafter(assistant, model, (options,), make)
-    if not translates:
-        make = partial(AssistantModel, assistant, options=options)
-        return _shared_drafter(assistant, model, (options,), make)
-    make = partial(
-        AssistantModel, assistant, tokenizers[0], target_tokenizer=tokenizers[1], options=options
-    )
-    return _shared_drafter(assistant, model, (options, *tokenizers), make)
+    kind = _first("speculation_type", (*of_call, model.generation_config))
+    if kind not in (None, "dflash"):  # AssistantModel knows such an assistant by itself
+        raise UnsupportedOptionError(f"lade does not support speculation_type={kind!r}")
+    of_assistant = getattr(assistant, "generation_config", None)
+    options = _options_of((*of_call, of_assistant), has_tokenizers=translates)
+    make = partial(AssistantModel, assistant, options=options)
+    if translates:
+        make = partial(make, tokenizer=tokenizers[0], target_tokenizer=tokenizers[1])
+    return _shared_drafter(assistant, model, (options, *tokenizers[: 2 * translates]), make)
 
 
 def by_itself(model: Model, drafter: Drafter | None, config: GenerationConfig) -> Drafter | None:
@@ -106,39 +92,15 @@ def by_itself(model: Model, drafter: Drafter | None, config: GenerationConfig) -
         ValueError: a drafter is given, too, or a value is out of its range.
         UnsupportedOptionError: an option of assisted generation cannot be honoured.
     """
-    num_layers, has_heads = config.assistant_early_exit, bool(getattr(config, "use_mtp", None))
+    num_layers, has_heads = config.assistant_early_exit, bool(config.use_mtp)
     if num_layers is None and not has_heads:
         return drafter
     if drafter is not None or (has_heads and num_layers is not None):
-        got = "use_mtp" if num_layers is None else "assistant_early_exit"
-        raise ValueError(f"expected drafter or {got}, got both")
+        others = "drafter or " * (drafter is not None) + "assistant_early_exit or use_mtp"
+        raise ValueError(f"expected {others}, got two of them")
     options = _options_of((config,))
-    make: Callable[[], Drafter] = partial(FirstLayers, num_layers, options=options)
-    if has_heads:
-        options["use_mtp"] = True
-        make = partial(Candidates, _Heads(None, options), name="heads")
+    make = Heads if has_heads else partial(FirstLayers, num_layers, options=options)
     return _shared_drafter(model, model, (options, num_layers), make)
-
-
-class _Heads:
-    """Makes transformers' own generators, and loads the weights of a model's heads once."""
-
-    def __init__(self, assistant: Model | None, options: dict[str, Any]) -> None:
-        self._assistant, self._options = assistant, options
-        self._made: Any = None
-
-    def __call__(
-        self, call: DraftingCall, input_ids: Tensor, processors: LogitsProcessorList
-    ) -> Any:
-        if self._made is None:
-            config = config_for(call)
-            config.update(**self._options)
-            self._made = candidate_generator(call.model, config, input_ids, self._assistant)
-        held = [each for each in vars(self._made).values() if isinstance(each, nn.Module)]
-        made = copy.deepcopy(self._made, {id(each): each for each in held})
-        own = {"main_model_max_length": call.max_length, "logits_processor": processors or None}
-        vars(made).update({name: each for name, each in own.items() if hasattr(made, name)})
-        return made
 
 
 def _shared_drafter(

@@ -35,17 +35,16 @@ class Recorded:
 
         A proof runs some tokens again that are recorded already.
         """
-        output, new = self._output, path[max(0, self._num_tokens - length) :]
+        output, states = self._output, self._output.hidden_states
+        self._states.append(
+            [_at(each, 1, path[max(0, self._num_tokens - length) :]) for each in states]
+        )
         self._num_tokens = max(self._num_tokens, length + len(path))
-        nodes = integers_on(output.logits.device, new)
-        states = getattr(output, "hidden_states", None) or ()
-        self._states.append([None if of is None else of[:, nodes.to(of.device)] for of in states])
-        if (shared := getattr(output, "shared_kv_states", None)) is not None:
-            kept = integers_on(output.logits.device, [*range(length), *(length + n for n in path)])
-            self._shared = {
-                name: tuple(each[..., kept.to(each.device), :] for each in pair)
-                for name, pair in shared.items()
-            }
+        num_run = next(each.shape[1] for each in states if each is not None)
+        for name, pair in (getattr(output, "shared_kv_states", None) or {}).items():
+            first = pair[0].shape[-2] - num_run  # slots before these tokens
+            slots = [*range(first), *(first + node for node in path)]
+            self._shared[name] = _at(pair[0], -2, slots), _at(pair[1], -2, slots)
 
     def take(self, num_tokens: int) -> Any:
         """Return the states of tokens that were committed since the last call.
@@ -65,3 +64,7 @@ class Recorded:
         return SimpleNamespace(
             hidden_states=states, shared_kv_states=self._shared, num_tokens=num_new
         )
+
+
+def _at(tensor: Tensor | None, dim: int, places: Sequence[int]) -> Any:
+    return None if tensor is None else tensor.index_select(dim, integers_on(tensor.device, places))
