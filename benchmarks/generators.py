@@ -64,7 +64,9 @@ def cases(sizes: Sizes, dtype: torch.dtype) -> dict[str, Case]:
     torch.manual_seed(0)
 
     def model_of(config: Any) -> Any:
-        return _random(AutoModelForCausalLM.from_config(config, experts_implementation="eager"), dtype)
+        return _random(
+            AutoModelForCausalLM.from_config(config, experts_implementation="eager"), dtype
+        )
 
     target, options = model_of(sizes.config("llama")), {"num_assistant_tokens": _LENGTH}
     near, layers = copy.deepcopy(target), sizes.layers - 1
@@ -102,12 +104,12 @@ def cases(sizes: Sizes, dtype: torch.dtype) -> dict[str, Case]:
         return hf.AssistedCandidateGenerator(input_ids, near, config_for(call), {})
 
     def translating(call: Any, input_ids: Any, processors: Any) -> Any:
-        given = input_ids, translated, mine, theirs, config_for(call), {}
+        given: Any = input_ids, translated, mine, theirs, config_for(call), {}
         return hf.AssistedCandidateGeneratorDifferentTokenizers(*given)
 
     def universal(call: Any, input_ids: Any, processors: Any) -> Any:
         translator = hf.AssistantToTargetTranslator(mine, theirs, sizes.vocab, translated)
-        given = input_ids, translated, mine, theirs, config_for(call), {}, translator
+        given: Any = input_ids, translated, mine, theirs, config_for(call), {}, translator
         return hf.UniversalSpeculativeDecodingGenerator(*given)
 
     def lookup(call: Any, input_ids: Any, processors: Any) -> Any:

@@ -36,9 +36,8 @@ class Recorded:
         A proof runs some tokens again that are recorded already.
         """
         output, states = self._output, self._output.hidden_states
-        self._states.append(
-            [_at(each, 1, path[max(0, self._num_tokens - length) :]) for each in states]
-        )
+        new = path[max(0, self._num_tokens - length) :]
+        self._states.append([_at(each, 1, new) for each in states])
         self._num_tokens = max(self._num_tokens, length + len(path))
         num_run = next(each.shape[1] for each in states if each is not None)
         for name, pair in (getattr(output, "shared_kv_states", None) or {}).items():
