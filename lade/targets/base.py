@@ -27,7 +27,7 @@ class Target(ABC):
 
     _model_kwargs: dict[str, Any]  # what `generate` prepared for the prompts
     _engine_call: EngineCall | None = None  # runs its forwards together with other calls
-    _recorded: Any = None  # outputs for drafters
+    is_recording: bool = False  # whether forwards return more than logits, by torch
     _is_untimed = False  # whether the last forward also ran other calls, or a compiler
 
     @property
@@ -63,11 +63,6 @@ class Target(ABC):
                 new = last + torch.arange(1, num_new + 1, dtype=last.dtype, device=known.device)
             longer[name] = torch.cat([known, new], dim=-1)
         return longer
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether forwards return more than logits."""
-        return self._recorded is not None
 
     def record(self, options: Mapping[str, Any]) -> Callable[[int], Any]:
         """Have forwards return hidden states; see `DraftingCall.record`.

@@ -22,7 +22,7 @@ from lade.compat.view import (
     with_decoding_experts,
 )
 from lade.engine.engine import EngineCall
-from lade.errors import MisfitError, UnsupportedModelError
+from lade.errors import MisfitError, UnsupportedModelError, UnsupportedOptionError
 from lade.machine.transfer import integers_on
 from lade.targets.base import Target
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, is_text_alone, num_slots_of
@@ -126,9 +126,15 @@ class TreeTarget(Target):
         """Have forwards return more than logits, by torch; return what takes it of the text."""
         if self._prompt_positions() is None or self._is_padded or self.cache.get_seq_length():
             return super().record(options)
+        held = getattr(self._model.config, "dtype", None)
+        if held in (torch.bfloat16, torch.float16) and dtype_of(self._model) is torch.float32:
+            raise UnsupportedOptionError(
+                "a drafter reads hidden states of the target, and in its dtype: pass "
+                "Config(arithmetic='model')"
+            )
         # Transformers puts hooks into the modules of which it collects outputs.
         self._model, self._fast_views, self._engine_call = apart(self._model), None, None
-        self._recorded, self.may_join = Recorded(options), False
+        self._recorded, self.is_recording, self.may_join = Recorded(options), True, False
         return self._recorded.take
 
     def prefill(self, *, is_plain: bool = False) -> Tensor:
