@@ -438,6 +438,19 @@ def run_sameness(
     run(loading.load(model), asked.chosen(), max_new_tokens, json)
 
 
+@app.command("generators")
+def run_generators(
+    *,
+    max_new_tokens: MaxNewTokensOption = 96,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured runs, after one more.")] = 5,
+    json: JsonOption = None,
+) -> None:
+    """Compare transformers' candidate generators as drafters with transformers' own loop."""
+    from benchmarks.generators import run
+
+    run(max_new_tokens, rounds, json)
+
+
 @app.command("prewarming")
 @grouped
 def run_prewarming(

@@ -410,6 +410,18 @@ def drafters(file: str) -> str:
 
 
 @_figure
+def generators(file: str) -> str:
+    """Return candidate generators in transformers' loop and as drafters."""
+    rows = []
+    for name, run in _read(file)["runs"].items():
+        ways = run["transformers"], run["lade"]
+        cells = [f"{way[field]:.2f}" for field in ("tokens_per_forward", "sec") for way in ways]
+        rows.append((f"`{name}`{' *' * run['is_replayed']}", *cells))
+    columns = "tokens a forward", "in lade", "CPU seconds", "in lade"
+    return _table(("generator", *columns), 1, rows)
+
+
+@_figure
 def categories(*files: str) -> str:
     """Return lade's speed-up in every category, a column for each file."""
     summaries = [_read(file)["summary"] for file in files]

@@ -168,11 +168,6 @@ class Budget:
         """
         return min(self._most, _LEAST_ASKED + int(2 * self._recent_most))
 
-    def step_sec(self, num_rows: int, num_nodes: int) -> float:
-        """Return the seconds of a step that verifies `num_nodes` of each row; 0 if unknown."""
-        costs = self._costs_of(num_rows)
-        return float(costs.at(1 + num_nodes)) if costs.is_known else 0.0
-
     @property
     def is_resting(self) -> bool:
         """Whether drafts have not been worth verifying for some time."""

@@ -86,6 +86,25 @@ def decode_standard(
     )
 
 
+def candidate_generator(
+    model: Model,
+    config: GenerationConfig,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    assistant: Model | None = None,
+    tokenizers: tuple[Any, Any] | None = None,
+) -> Any:
+    """Return the candidate generator that `generate` would use.
+
+    Args:
+        config: of the call, without sampling.
+        input_ids: on the device of the generator.
+        tokenizers: of the model and of the assistant, if they differ.
+    """
+    given = config, input_ids, None, processors, {}, assistant, *(tokenizers or ())
+    return model._get_candidate_generator(*given)
+
+
 def attention_of(model: Model) -> str | None:
     """Return the name of the attention implementation of the model's text part."""
     name: str | None = model.config.get_text_config(decoder=True)._attn_implementation

@@ -5,10 +5,11 @@ other likely ones; with rejection sampling, tokens drawn from these logits.
 """
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from lade.budget.asking import Mean
 from lade.drafting.drafter import Drafter, DraftingCall
-from lade.drafting.drafts import Floats, chain, draft_of, matched_depth
-from lade.errors import UnsupportedOptionError
+from lade.drafting.drafts import Floats, best_first, chain, draft_of, matched_depth
 from lade.machine.generators import put_back, random_states
 from lade.sampling.processors import HypotheticalProcessors
 from ngram_pool import Draft, SampledDraft
@@ -31,9 +31,11 @@ _LEAST_SHARE = 0.1
 # is the distribution that it is verified with, so the text is not affected.
 _MAX_SUPPORT = 256
 
-#: Makes the generator of a sequence: of the call, the text [1, num_tokens], and those logits
+#: Makes the generator of a row: of the call, a text [1, 0] on the target's device, and those logits
 #: processors of the call that may run after tokens that are never emitted.
 Make = Callable[[DraftingCall, Tensor, LogitsProcessorList], Any]
+
+_Support = tuple[NDArray[np.int64], Floats]  # tokens, and their probabilities
 
 
 @dataclass(slots=True)
@@ -41,7 +43,7 @@ class DraftedText:
     """The state of one sequence."""
 
     row: int
-    generator: Any = None
+    generator: Any
     committed: Sequence[int] = ()  # the text before the last draft
     token_ids: list[int] = field(default_factory=list)  # of the generator, until they are verified
     draft: Draft = field(default_factory=Draft.empty)
@@ -52,10 +54,12 @@ class DraftedText:
 class Candidates(Drafter):
     """Drafts by a candidate generator of `transformers.generation.candidate_generator`.
 
-    It is asked where its tokens are worth their time. Its generator should decode greedily.
+    It is asked where its tokens are worth their time. Its generator should decode greedily. If the
+    generator reads hidden states of the target, forwards of the target run by torch and return
+    them; such a generator drafts for a single prompt of text that is verified by trees.
 
     Args:
-        make: makes a generator for a sequence.
+        make: makes a generator for a row.
         name: name of this source in `DecodeStats.sources`.
     """
 
@@ -65,23 +69,34 @@ class Candidates(Drafter):
     _call: DraftingCall
     _processors: HypotheticalProcessors
     _texts: dict[int, DraftedText]
+    _num_opened: int
+    _outputs: Callable[[int], Any] | None  # of the target, since they were last asked for
 
     def __init__(self, make: Make, *, name: str = "candidates") -> None:
         self.name = name
         self._make = make
 
     def for_call(self, call: DraftingCall) -> Drafter:
-        """Return a drafter for one call."""
+        """Return a drafter for one call.
+
+        Raises:
+            LadeError: the generator cannot draft for the call.
+        """
         mine = copy.copy(self)
-        mine._call = call
-        mine._texts = {}
+        mine._call, mine._outputs = call, None
         mine._processors = HypotheticalProcessors(call.processors, call.num_rows)
+        first = mine._made(0)
+        if getattr(first, "requires_model_outputs", False):
+            mine._outputs = call.record(first.model_kwargs_overrides)
+        mine._texts, mine._num_opened = {0: DraftedText(0, first)}, 0
         return mine
 
     def open(self, prompt_ids: Sequence[int]) -> int:
         """Begin a sequence."""
-        handle = len(self._texts)
-        self._texts[handle] = DraftedText(handle)
+        handle = self._num_opened
+        self._num_opened += 1
+        if handle not in self._texts:
+            self._texts[handle] = DraftedText(handle, self._made(handle))
         return handle
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
@@ -91,17 +106,10 @@ class Candidates(Drafter):
         if len(committed) < 2:  # a prompt of embeddings, or one that was never run
             return state.draft
         input_ids = torch.tensor([state.committed], dtype=torch.int64, device="cpu")
-        if state.generator is None:
-            state.generator = self._made(input_ids, self._processors_of(state.row))
-            if getattr(state.generator, "requires_model_outputs", False):
-                raise UnsupportedOptionError(
-                    f"{type(state.generator).__name__} drafts from hidden states of the target, "
-                    "which lade does not keep"
-                )
         device = call.device or torch.device("cpu")
         states = random_states(device)
         try:
-            found, logits = self._found(state, input_ids, max_draft_tokens)
+            found, logits = self._found(state.generator, input_ids, max_draft_tokens)
         finally:
             put_back(device, states)
         new = found[0, len(committed) :].tolist()[:max_draft_tokens]
@@ -134,81 +142,91 @@ class Candidates(Drafter):
         """End a sequence."""
         self._texts[sequence].generator = None
 
-    def _processors_of(self, row: int) -> LogitsProcessorList:
-        """Return the processors of a row, of those that may run on drafts."""
+    def _made(self, row: int) -> Any:
+        """Return a generator for a row, with those of its processors that may run on drafts."""
+        device = self._call.device or torch.device("cpu")
 
         def process(input_ids: Tensor, scores: Tensor) -> Tensor:
-            moved = scores.to(self._call.device or scores.device, copy=True)
+            moved = scores.to(device, copy=True)
             return self._processors(row, input_ids.tolist(), moved).to(scores.device)
 
-        return LogitsProcessorList([process] if self._processors else [])
+        processors = LogitsProcessorList([process] if self._processors else [])
+        no_text = torch.empty((1, 0), dtype=torch.int64, device=device)
+        return self._make(self._call, no_text, processors)
 
-    def _made(self, input_ids: Tensor, processors: LogitsProcessorList) -> Any:
-        """Return the generator of a sequence."""
-        return self._make(self._call, input_ids, processors)
-
-    def _found(self, state: DraftedText, input_ids: Tensor, max_draft_tokens: int) -> Any:
-        """Return the text with the generator's tokens, and their logits or None."""
-        return state.generator.get_candidates(input_ids)
+    def _found(self, generator: Any, input_ids: Tensor, max_draft_tokens: int) -> Any:
+        """Return the text with at most so many of the generator's tokens, and logits or None."""
+        if input_ids.shape[1] + 1 >= getattr(generator, "main_model_max_length", math.inf):
+            return input_ids, None
+        given: dict[str, Any] = {}
+        if self._outputs is not None:
+            input_ids = input_ids.to(self._call.device or "cpu")
+            outputs = self._outputs(input_ids.shape[1] - 1)
+            if outputs is None:  # a grammar forces tokens that the target has not run
+                return input_ids, None
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+            of_text = {"position_ids": positions, "attention_mask": torch.ones_like(input_ids)}
+            given = {"model_kwargs": of_text, "model_outputs": outputs, "is_first_iteration": False}
+            given["n_last_matches"] = outputs.num_tokens - 1
+        told = getattr(generator, "num_assistant_tokens", None)
+        if told is None:
+            return generator.get_candidates(input_ids, **given)
+        try:
+            generator.num_assistant_tokens = min(told, max_draft_tokens)
+            return generator.get_candidates(input_ids, **given)
+        finally:
+            generator.num_assistant_tokens = told
 
     def _tree(self, state: DraftedText, logits: Tensor, max_draft_tokens: int) -> Draft:
         """Return the draft of a path with logits [num_tokens, vocab_size or more]."""
         call, rngs = self._call, self._call.rngs
-        probs = logits[:, : call.vocab_size].float().softmax(-1)
+        likely = logits[:, : call.vocab_size].float().softmax(-1)
         # No path of a drawn tree may be left out afterwards.
         few = call.max_candidates is not None and (rngs is not None or call.max_candidates < 2)
         width = 1 if few else _WIDTH
-        best = probs.topk(min(width if rngs is None else _MAX_SUPPORT, call.vocab_size))
+        best = likely.topk(min(width if rngs is None else _MAX_SUPPORT, call.vocab_size))
         ids, ranked = best.indices.cpu().numpy(), best.values.cpu().numpy().astype(np.float64)
-        nodes, parent, before = list[_GrownNode](), -1, 1.0
+        token_ids, parents, probs = list[int](), list[int](), list[float]()
+        supports, parent, before = list[_Support](), -1, 1.0
         for level, token_id in enumerate(state.token_ids):
-            after = ids[level], ranked[level]
             if rngs is None:
-                children = _likeliest(token_id, float(probs[level, token_id]), *after)[:width]
+                children = {token_id: float(likely[level, token_id])}
+                enough = ranked[level] >= _LEAST_SHARE * ranked[level, 0]
+                others = zip(ids[level, enough].tolist(), ranked[level, enough], strict=True)
+                children |= {each: prob for each, prob in others if each != token_id}
+                children = dict([*children.items()][:width])
             else:
-                children = _drawn(*after, width, rngs[state.row], state.right.value)
-            first = len(nodes)
-            nodes += (_GrownNode(each, parent, before * prob, of) for each, prob, of in children)
-            on_path = [
-                node for node in range(first, len(nodes)) if nodes[node].token_id == token_id
-            ]
-            if not on_path:  # another token was drawn
+                args = ids[level], ranked[level], width, rngs[state.row], state.right.value
+                children, of_level = _drawn(*args)
+                supports += of_level
+            places = {each: len(token_ids) + i for i, each in enumerate(children)}
+            token_ids += children
+            parents += [parent] * len(children)
+            probs += (min(1.0, before * prob) for prob in children.values())
+            if token_id not in children:  # another token was drawn
                 break
-            parent, before = on_path[0], nodes[on_path[0]].prob
-        order = [*range(len(nodes))]
+            parent, before = places[token_id], before * children[token_id]
         if rngs is None:
-            order.sort(key=lambda node: -nodes[node].prob)  # of equals, parents stay first
-        return _draft_of([nodes[node] for node in order], order, max_draft_tokens)
+            return best_first(token_ids, parents, probs, max_draft_tokens)
+        draft = draft_of(token_ids, parents, probs)
+        support_ids, support_probs = (np.stack(each) for each in zip(*supports, strict=True))
+        whole = draft.token_ids, draft.parents, draft.depths, draft.probs
+        drawn = SampledDraft(*whole, support_ids.astype(np.int32), support_probs)
+        return drawn.first(max_draft_tokens)
 
 
-class _GrownNode(NamedTuple):
-    token_id: int
-    parent: int  # -1 for the text
-    prob: float  # of the whole path
-    support: tuple[NDArray[np.int64], Floats] | None = None  # of a drawn one
-
-
-def config_for(call: DraftingCall) -> GenerationConfig:
-    """Return the config of a generator of a call."""
+def config_for(call: DraftingCall, **options: Any) -> GenerationConfig:
+    """Return the config of a generator of a call, for which only options choose another kind."""
     config = copy.deepcopy(getattr(call.model, "generation_config", GenerationConfig()))
     config.max_length, config.min_length, config.do_sample = call.max_length, 0, False
+    config.assistant_early_exit = config.prompt_lookup_num_tokens = config.use_mtp = None
+    config.update(**options)
     return config
-
-
-# A token, its probability given those before, and what it was drawn from.
-_Child = tuple[int, float, tuple[NDArray[np.int64], Floats] | None]
-
-
-def _likeliest(token_id: int, prob: float, ids: NDArray[np.int64], probs: Floats) -> list[_Child]:
-    """Return a token of the path, and the likeliest others."""
-    others = zip(ids.tolist(), probs.tolist(), strict=True)
-    likely = [(each, its, None) for each, its in others if its >= _LEAST_SHARE * probs[0]]
-    return [(token_id, prob, None), *(each for each in likely if each[0] != token_id)]
 
 
 def _drawn(
     ids: NDArray[np.int64], probs: Floats, width: int, rng: np.random.Generator, rate: float
-) -> list[_Child]:
+) -> tuple[dict[int, float], list[_Support]]:
     """Draw tokens without replacement.
 
     Their number depends on how often drawn tokens were accepted before, and not on the tokens;
@@ -216,32 +234,18 @@ def _drawn(
 
     Args:
         rate: how often one is accepted, if those before it were not.
+
+    Returns:
+        The tokens with their probabilities, and what each was drawn from.
     """
     rate = min(max(rate, 0.05), 0.95)  # with 1, second tokens would have probability 0
-    left, children, prob = np.where(probs > 0, probs, 0.0), list[_Child](), rate  # NaN is none
+    left, children, supports = np.where(probs > 0, probs, 0.0), dict[int, float](), []  # NaN is 0
+    prob = rate
     while len(children) < width and prob >= _LEAST_SHARE * rate and left.sum() > 0:
         left = left / left.sum()
         index = int(rng.choice(len(left), p=left))
-        children.append((int(ids[index]), prob, (ids, left)))
+        children[int(ids[index])] = prob
+        supports.append((ids, left))
         left = np.where(np.arange(len(left)) == index, 0.0, left)
         prob *= 1 - rate
-    return children
-
-
-def _draft_of(nodes: Sequence[_GrownNode], order: Sequence[int], max_draft_tokens: int) -> Draft:
-    """Return the draft of the first of some nodes; `order` has their numbers as parents."""
-    nodes, index = (
-        nodes[:max_draft_tokens],
-        {node: new for new, node in enumerate(order)} | {-1: -1},
-    )
-    draft = draft_of(
-        [node.token_id for node in nodes],
-        [index[node.parent] for node in nodes],
-        [min(1.0, node.prob) for node in nodes],
-    )
-    supports = [node.support for node in nodes if node.support is not None]
-    if not supports:
-        return draft
-    ids, probs = (np.stack(each) for each in zip(*supports, strict=True))
-    whole = draft.token_ids, draft.parents, draft.depths, draft.probs
-    return SampledDraft(*whole, ids.astype(np.int32), probs)
+    return children, supports

@@ -2,8 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
-from time import perf_counter
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from lade.budget.asking import FEW_BEHIND
-from lade.budget.seconds import Seconds
 from lade.compat import CACHE, Model
-from lade.drafting.drafter import DraftingCall
 from lade.drafting.drafts import chain
 from lade.errors import UnsupportedModelError
 from lade.probing.factory import VerificationPlan, make_target
@@ -25,15 +21,12 @@ from lade.probing.selfcheck import Plain
 from lade.probing.settling import ready
 from lade.tree import Tree
 
-_training = attrgetter("training")
-
 
 def plan_for(model: Model) -> VerificationPlan:
     """Return how to run drafts of a model.
 
     Raises:
-        UnsupportedModelError: no method is known to go back in its cache, or its forwards draw
-            random numbers, which would change the target's draws.
+        UnsupportedModelError: no method is known to go back in its cache.
     """
     refuse_encoder_decoder(model)
     name, profile = type(model).__name__, profile_of(model)
@@ -41,8 +34,6 @@ def plan_for(model: Model) -> VerificationPlan:
     if plan.verification == "plain":
         reasons = "; ".join(f"{method}: {reason}" for method, reason in plan.reasons.items())
         raise UnsupportedModelError(f"{name} cannot draft, for its cache cannot go back. {reasons}")
-    if profile.draws:  # as its check has found
-        raise UnsupportedModelError(f"{name} cannot draft, for its forwards draw random numbers")
     return ready(plan, model, profile)
 
 
@@ -55,33 +46,23 @@ class Assistant:
     Args:
         model: is not changed.
         plan: how to run it, by `plan_for`.
-        call: the call to draft for.
-        forward_sec: learns the seconds of a forward.
+        max_length: of a text.
         options: of assisted generation, in place of those of the model's generation config.
-
-    Attributes:
-        options: the generation config without the defaults of transformers.
         num_drafted: exclusive upper bound of the token ids in a draft; None for all of the model.
     """
-
-    num_drafted: int | None = None
 
     def __init__(
         self,
         model: Model,
         plan: VerificationPlan,
-        call: DraftingCall,
-        forward_sec: Seconds,
+        max_length: int,
         options: Mapping[str, Any],
+        num_drafted: int | None,
     ) -> None:
         self.generation_config = copy.deepcopy(model.generation_config)
         self.generation_config.update(**options)
-        self.options = copy.copy(self.generation_config)  # transformers fills in its defaults
-        self._model, self._plan, self._forward_sec = model, plan, forward_sec
-        self._max_length = call.max_length
-        # In another mode it may draw from the generator that the text is drawn from.
-        self._modules = [*model.modules()]
-        self._modes = [*map(_training, self._modules)]
+        self._model, self._plan, self._max_length = model, plan, max_length
+        self._num_drafted = num_drafted
         self._num_ids: int = model.config.get_text_config(decoder=True).vocab_size
         self._target: Any = None
         self._held: list[int] = []  # tokens that the cache keeps
@@ -102,50 +83,37 @@ class Assistant:
         **_: Any,
     ) -> Any:
         """Decode greedily, until a token ends the text or is less sure than the threshold."""
-        token_ids, scores, ends = input_ids[0].tolist(), list[Tensor](), _ends(generation_config)
+        token_ids, scores, ends = (
+            input_ids[0].tolist(),
+            list[Tensor](),
+            generation_config.eos_token_id,
+        )
+        ends = [ends] if isinstance(ends, int) else ends or []
         processors = LogitsProcessorList(logits_processor or ())
         threshold = generation_config.assistant_confidence_threshold or 0.0
-        is_behind = len(token_ids) - len(self._held) - len(self._run) > FEW_BEHIND
         while len(scores) < max_new_tokens:
-            start = perf_counter()
             logits = self._extend(token_ids[-1:]) if scores else self._after(token_ids)
-            scores.append(logits[None, : self.num_drafted].to(torch.float32, copy=True))
+            scores.append(logits[None, : self._num_drafted].to(torch.float32, copy=True))
             if processors:
                 ids = torch.tensor([token_ids], dtype=torch.int64, device=logits.device)
                 scores[-1] = processors(ids, scores[-1])
             prob, token_id = scores[-1].softmax(-1).max(-1)
             token_ids.append(token_id.item())
-            if not is_behind:
-                self._forward_sec.record(1, perf_counter() - start)
-            is_behind = False
             if token_ids[-1] in ends or prob.item() < threshold:
                 break
         sequences = torch.tensor([token_ids], dtype=torch.int64, device=input_ids.device)
         return SimpleNamespace(sequences=sequences, scores=(*scores,), **{CACHE: None})
 
-    def close(self) -> None:
-        """Free the cache."""
-        if self._target is not None:
-            self._target.close()
-        self._target, self._held, self._run = None, [], []
-
     def _after(self, token_ids: list[int]) -> Tensor:
         """Run what is new in a text; return the logits after it [vocab_size]."""
-        if [*map(_training, self._modules)] != self._modes:
-            name = type(self._model).__name__
-            raise RuntimeError(f"{name} was put into another mode, of training or evaluation")
         # On a GPU, an index out of range would end the process's use of it.
-        if max(token_ids) >= self._num_ids or min(token_ids) < 0:
-            least, most = min(token_ids), max(token_ids)
-            raise ValueError(
-                f"expected token ids from 0 to {self._num_ids - 1}, got {least} to {most}"
-            )
-        before = token_ids[:-1]
-        num_same = _num_same(self._held, before)
-        if self._target is not None and self._run:
-            kept = _num_same(self._run, before[num_same:]) if num_same == len(self._held) else 0
-            self._commit(kept)
-            num_same += kept
+        if not 0 <= min(token_ids) <= max(token_ids) < self._num_ids:
+            raise ValueError(f"expected token ids from 0 to {self._num_ids - 1}, got others")
+        before, ran = token_ids[:-1], [*self._held, *self._run]
+        pairs = zip(ran, before, strict=False)
+        num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if self._run:
+            self._commit(max(0, num_same - len(self._held)))
         num_other = len(self._held) - num_same
         if self._target is None or (num_other and not self._target.go_back(num_other)):
             self._prefill(before)
@@ -172,7 +140,7 @@ class Assistant:
 
     def _prefill(self, token_ids: list[int]) -> None:
         """Run the beginning of a text, by the arguments that `generate` prepares."""
-        self.close()
+        self._target, self._held, self._run = None, token_ids, []
         num_new = max(1, self._max_length - len(token_ids))
 
         def begin(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
@@ -185,15 +153,3 @@ class Assistant:
 
         Plain(self._model, token_ids).generate(num_new=num_new, custom_generate=begin)
         self._target.prefill()
-        self._held = token_ids
-
-
-def _num_same(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Return how many first tokens of two texts are the same."""
-    pairs = enumerate(zip(tokens, others, strict=False))
-    return next((i for i, (mine, its) in pairs if mine != its), min(len(tokens), len(others)))
-
-
-def _ends(generation_config: Any) -> frozenset[int]:
-    ids = generation_config.eos_token_id
-    return frozenset([ids] if isinstance(ids, int) else ids or [])

@@ -1,7 +1,7 @@
 """`Drafter`, the base class of all drafters; `DraftingCall`, the call of one; `ForcedTokens`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,8 +101,10 @@ class DraftingCall:
             `Config(acceptance="rejection")`); else None.
         make_pool_drafter: Returns a drafter by the call's pools and table, which is the drafter of
             a call without `drafter=`.
-        step_sec: Returns the measured seconds of a step that verifies so many tokens in each row; 0
-            if none was measured.
+        record: Passes more arguments to forwards of the target, which then return hidden states.
+            Returns a function that takes the number of tokens that the target has run, and returns
+            the states of those that were committed since it was last called; None if they are not
+            as many.
     """
 
     model: Any
@@ -115,7 +117,7 @@ class DraftingCall:
     samples: bool = False
     rngs: Sequence[np.random.Generator] | None = None
     make_pool_drafter: Callable[[], Drafter] = Drafter
-    step_sec: Callable[[int], float] = lambda num_tokens: 0.0
+    record: Callable[[Mapping[str, Any]], Callable[[int], Any]] = lambda _: lambda _: None
 
 
 class ForcedTokens(ABC):

@@ -10,11 +10,12 @@ from ngram_pool import Draft
 from ngram_pool._kernels import MAX_TOKEN_ID
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
 
 
 def draft_of(
-    token_ids: Sequence[int] | NDArray[np.int32],
-    parents: Sequence[int] | NDArray[np.int32],
+    token_ids: Sequence[int] | Ints,
+    parents: Sequence[int] | Ints,
     probs: Sequence[float] | Floats | float = 1.0,
 ) -> Draft:
     """Return a draft of nodes, each after its parent, with their depths."""
@@ -84,14 +85,21 @@ def joined(drafts: Sequence[Draft], max_nodes: int) -> Draft:
     for (above, _), miss in zip(indices, misses, strict=True):
         probs.append(probs[above + 1] * (1.0 - miss) / max(1.0, sums[above + 1]))
     keys = [*indices]
-    # Of equals, parents stay first.
-    order = sorted(range(len(keys)), key=lambda index: -probs[index + 1])[:max_nodes]
-    new_index = {-1: -1} | {index: node for node, index in enumerate(order)}
-    return draft_of(
-        [keys[index][1] for index in order],
-        [new_index[keys[index][0]] for index in order],
-        [probs[index + 1] for index in order],
+    return best_first(
+        [token_id for _, token_id in keys], [above for above, _ in keys], probs[1:], max_nodes
     )
+
+
+def best_first(
+    token_ids: Sequence[int] | Ints, parents: Sequence[int] | Ints, probs: Any, max_nodes: int
+) -> Draft:
+    """Return a draft of the likeliest of some nodes; of equals, parents stay first."""
+    ids, above = np.array(token_ids, np.int32), np.array(parents, np.int32)
+    likely = np.array(probs, np.float64)
+    order = (-likely).argsort(kind="stable")[:max_nodes]
+    indices = np.full(len(likely) + 1, -1, np.int32)  # new index of each node; the last is -1's
+    indices[order] = np.arange(len(order))
+    return draft_of(ids[order], indices[above[order]], likely[order])
 
 
 def after(token_ids: Sequence[int], draft: Draft) -> Draft:

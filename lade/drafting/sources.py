@@ -21,7 +21,7 @@ from lade.budget.budget import Calibration
 from lade.budget.seconds import Seconds
 from lade.config import check_integer
 from lade.drafting.drafter import Drafter, DraftingCall, ForcedTokens
-from lade.drafting.drafts import checked
+from lade.drafting.drafts import best_first, checked
 from lade.drafting.successors import Successors, compile_kernels
 from lade.errors import DrafterWarning, LadeError, in_one_line
 from lade.machine.generators import put_back, random_states
@@ -120,15 +120,9 @@ class PoolDrafter(Drafter):
             return draft.first(max_draft_tokens)
         # A probability that rises counts as the one before it, so that parents stay first.
         probs = np.concatenate([np.minimum.accumulate(draft.probs), worths])
-        order = (-probs).argsort(kind="stable")[:max_draft_tokens]
-        indices = np.full(
-            len(probs) + 1, -1, np.int32
-        )  # new index of each node; the last is the root's
-        indices[order] = np.arange(len(order))
         parents = np.concatenate([draft.parents, np.full(len(token_ids), -1)])
-        depths = np.concatenate([draft.depths, np.ones(len(token_ids), np.int32)])
         token_ids = np.concatenate([draft.token_ids, token_ids])
-        return Draft(token_ids[order], indices[parents[order]], depths[order], probs[order])
+        return best_first(token_ids, parents, probs, max_draft_tokens)
 
     def harvest(
         self,

@@ -37,7 +37,7 @@ from lade.drafting.drafter import Drafter
 from lade.engine.engine import at_turn
 from lade.errors import LadeError, PlainDecodingWarning, in_one_line
 from lade.hf.arithmetic import run
-from lade.hf.assistance import exiting_early, take_assistant
+from lade.hf.assistance import by_itself, take_assistant
 from lade.hf.call import Arguments, Call, OnStep, Predicted
 from lade.hf.options import (
     refuse_unsupported_arguments,
@@ -82,8 +82,8 @@ def generate(
             `tokenizer=`, or token ids [num_tokens]. Only this call drafts from it, for all its
             rows, and no pool learns it. A wrong prediction does not change the text.
         generate_kwargs: anything that `model.generate` takes, including `streamer`. With
-            `assistant_model` or `assistant_early_exit`, the pool and that model, or the first
-            layers, draft together (`lade.drafters`).
+            `assistant_model`, `assistant_early_exit` or `use_mtp`, the pool and that model, the
+            first layers, or the model's heads draft together (`lade.drafters`).
 
     Returns:
         The result of `generate`; with `return_dict_in_generate=True`, it has an attribute `stats`.
@@ -145,7 +145,7 @@ def decode(
     `token_streamer` and `drafter=lade.drafters.AssistantModel(…)` instead. `lade.generate` and
     `lade.wrap` do not have this limitation.
     """
-    drafter = exiting_early(model, drafter, generation_config)
+    drafter = by_itself(model, drafter, generation_config)
     if isinstance(prediction, Tensor):  # transformers repeats tensors for samples of a prompt
         raise TypeError("expected a list of token ids as the prediction, got a tensor")
     arguments = Arguments(pool, drafter, config, on_step, prediction).checked()
@@ -326,7 +326,7 @@ def _generate(
     ) -> Any:
         # Decode with the model passed in: the outer one may be PEFT's wrapper.
         prepared = (logits_processor, stopping_criteria, generation_config, model_kwargs)
-        drafter = exiting_early(model, arguments.drafter, generation_config)
+        drafter = by_itself(model, arguments.drafter, generation_config)
         given = arguments._replace(drafter=drafter)
         return _run(Call(model, input_ids, *prepared, given, streamer, may_bring_cache))
 

@@ -1,8 +1,8 @@
 """Assisted generation by the options of transformers.
 
-`assistant_model` and `assistant_early_exit` become drafters beside the call's pool. Options of
-transformers control them: from the call, else from the assistant's generation config, where
-transformers looks for all options but `assistant_early_exit`.
+`assistant_model`, `assistant_early_exit`, `use_mtp` and `speculation_type` become drafters beside
+the call's pool. Options of transformers control them: from the call, else from the assistant's
+generation config, where transformers looks for all options but `assistant_early_exit`.
 """
 
 from collections.abc import Callable
@@ -13,13 +13,13 @@ from torch import nn
 from transformers import GenerationConfig
 
 from lade.compat import Model, unwrapped
-from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
-from lade.drafters.assistant import LENGTH_OPTIONS
+from lade.drafters import AssistantModel, CallPool, FirstLayers, Heads, Merged
 from lade.drafting.drafter import Drafter
 from lade.errors import UnsupportedOptionError
 from lade.probing.profile import Profiles
 
 _ALIGNING = ("assistant_lookbehind", "target_lookbehind")  # the texts of two tokenizers
+_LENGTHS = ("num_assistant_tokens", "num_assistant_tokens_schedule")
 
 
 def _options_of(sources: Any, *, has_tokenizers: bool = False) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def _options_of(sources: Any, *, has_tokenizers: bool = False) -> dict[str, Any]
     Raises:
         UnsupportedOptionError: an option cannot be honoured.
     """
-    names = (*LENGTH_OPTIONS, *_ALIGNING, "assistant_ensemble_weight")
+    names = (*_LENGTHS, "assistant_confidence_threshold", *_ALIGNING, "assistant_ensemble_weight")
     found = {name: _first(name, sources) for name in names}
     found = {name: value for name, value in found.items() if value is not None}
     if "assistant_ensemble_weight" in found:
@@ -50,7 +50,7 @@ def take_assistant(
         The given drafter if no assistant is named.
 
     Raises:
-        TypeError: the assistant is no causal LM.
+        TypeError: the assistant is no model.
         ValueError: arguments contradict each other, or one is out of its range.
         UnsupportedOptionError: an option of assisted generation cannot be honoured.
     """
@@ -63,42 +63,43 @@ def take_assistant(
     of_call = (generate_kwargs, generate_kwargs.get("generation_config"))
     if drafter is not None:
         raise ValueError("expected drafter or assistant_model, got both")
-    if _first("assistant_early_exit", (*of_call, model.generation_config)) is not None:
-        raise ValueError("expected assistant_model or assistant_early_exit, got both")
-    assistant = unwrapped(assistant)
-    if not (isinstance(assistant, nn.Module) and hasattr(assistant, "generation_config")):
+    for other in ("assistant_early_exit", "use_mtp"):
+        if _first(other, (*of_call, model.generation_config)):
+            raise ValueError(f"expected assistant_model or {other}, got both")
+    assistant, translates = unwrapped(assistant), tokenizers[0] is not None
+    if not isinstance(assistant, nn.Module):
         raise TypeError(
-            f"expected assistant_model to be a transformers causal LM, got {assistant!r:.100}"
+            f"expected assistant_model to be a model of transformers, got {assistant!r:.100}"
         )
-    if _first("speculation_type", (*of_call, model.generation_config)) is not None:
-        raise UnsupportedOptionError("lade does not support speculation_type")
-    translates = tokenizers[0] is not None
-    options = _options_of((*of_call, assistant.generation_config), has_tokenizers=translates)
-    if not translates:
-        make = partial(AssistantModel, assistant, options=options)
-        return _shared_drafter(assistant, model, (options,), make)
-    make = partial(
-        AssistantModel, assistant, tokenizers[0], target_tokenizer=tokenizers[1], options=options
-    )
-    return _shared_drafter(assistant, model, (options, *tokenizers), make)
+    kind = _first("speculation_type", (*of_call, model.generation_config))
+    if kind not in (None, "dflash"):  # AssistantModel knows such an assistant by itself
+        raise UnsupportedOptionError(f"lade does not support speculation_type={kind!r}")
+    of_assistant = getattr(assistant, "generation_config", None)
+    options = _options_of((*of_call, of_assistant), has_tokenizers=translates)
+    make = partial(AssistantModel, assistant, options=options)
+    if translates:
+        make = partial(make, tokenizer=tokenizers[0], target_tokenizer=tokenizers[1])
+    return _shared_drafter(assistant, model, (options, *tokenizers[: 2 * translates]), make)
 
 
-def exiting_early(
-    model: Model, drafter: Drafter | None, config: GenerationConfig
-) -> Drafter | None:
-    """Turn `assistant_early_exit` of a prepared config into a drafter; else return the given one.
+def by_itself(model: Model, drafter: Drafter | None, config: GenerationConfig) -> Drafter | None:
+    """Turn `assistant_early_exit` or `use_mtp` of a prepared config into a drafter.
+
+    Returns:
+        The given drafter if neither is set.
 
     Raises:
         ValueError: a drafter is given, too, or a value is out of its range.
         UnsupportedOptionError: an option of assisted generation cannot be honoured.
     """
-    num_layers = config.assistant_early_exit
-    if num_layers is None:
+    num_layers, has_heads = config.assistant_early_exit, bool(config.use_mtp)
+    if num_layers is None and not has_heads:
         return drafter
-    if drafter is not None:
-        raise ValueError("expected drafter or assistant_early_exit, got both")
+    if drafter is not None or (has_heads and num_layers is not None):
+        others = "drafter or " * (drafter is not None) + "assistant_early_exit or use_mtp"
+        raise ValueError(f"expected {others}, got two of them")
     options = _options_of((config,))
-    make = partial(FirstLayers, num_layers, options=options)
+    make = Heads if has_heads else partial(FirstLayers, num_layers, options=options)
     return _shared_drafter(model, model, (options, num_layers), make)
 
 

@@ -63,12 +63,12 @@ def refuse_unsupported_options(model: Model, config: GenerationConfig) -> None:
     """Raise for options that would change the text or the output and cannot be honoured."""
     mode = config.get_generation_mode().value
     refuse_sharded(model)
-    # Early exit and prompt lookup are ways of drafting; other modes decode differently.
+    # Early exit, heads and prompt lookup are ways of drafting; other modes decode differently.
     num_lookup = config.prompt_lookup_num_tokens
     if num_lookup is not None and num_lookup < 1:
         raise ValueError(f"expected prompt_lookup_num_tokens of at least 1, got {num_lookup!r}")
     drafts = config.assistant_early_exit is not None or num_lookup is not None
-    drafts = drafts and mode == "assisted_generation" and not getattr(config, "use_mtp", False)
+    drafts = (drafts or bool(config.use_mtp)) and mode == "assisted_generation"
     if mode not in ("greedy_search", "sample") and not drafts:
         raise UnsupportedOptionError(
             f"lade does not support the generation mode {mode} yet{_way_out(model)}"

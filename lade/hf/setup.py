@@ -56,9 +56,9 @@ def set_up(
     rngs, choice = None, None
     if samples and config.acceptance == "rejection":
         rngs, choice = rejection_choice(call.num_rows, processors, device, outputs.on_choice)
-    budget = _budget(seen, plan)
-    drafting = _drafting(seen, plan, pools, rngs, budget)
+    drafting = _drafting(seen, plan, pools, rngs)
     sources = _sources(seen, drafting)
+    budget = _budget(seen, plan)
     chosen: Choice = choice or exact_choice(
         batch.rows,
         processors,
@@ -84,7 +84,6 @@ def _drafting(
     plan: Planned,
     pools: CallPools,
     rngs: Sequence[np.random.Generator] | None,
-    budget: Budget,
 ) -> DraftingCall:
     """Return the description of the call for drafters."""
     call, target = seen.call, plan.target
@@ -102,7 +101,7 @@ def _drafting(
         samples=bool(call.options.do_sample),
         rngs=rngs,
         make_pool_drafter=partial(_pool_drafter, seen, pools, max_candidates),
-        step_sec=partial(budget.step_sec, call.num_rows),
+        record=target.record,
     )
 
 
@@ -145,8 +144,9 @@ def _budget(seen: Circumstances, plan: Planned) -> Budget:
         return Budget(fixed=asked)
     temperature = 1.0 if options.temperature is None else options.temperature
     temperature = temperature if options.do_sample else 0.0
-    method = verification.verification, verification.execution, verification.is_fast
-    return Budget(seen.profile.step_costs(*method), temperature, asked)
+    is_fast = verification.is_fast and not (plan.target is not None and plan.target.is_recording)
+    costs = seen.profile.step_costs(verification.verification, verification.execution, is_fast)
+    return Budget(costs, temperature, asked)
 
 
 def _contexts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:

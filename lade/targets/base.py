@@ -2,13 +2,14 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lade.engine.engine import EngineCall
+from lade.errors import UnsupportedOptionError
 from lade.targets.inputs import CONTINUED
 from lade.tree import Tree
 
@@ -26,6 +27,7 @@ class Target(ABC):
 
     _model_kwargs: dict[str, Any]  # what `generate` prepared for the prompts
     _engine_call: EngineCall | None = None  # runs its forwards together with other calls
+    is_recording: bool = False  # whether forwards return more than logits, by torch
     _is_untimed = False  # whether the last forward also ran other calls, or a compiler
 
     @property
@@ -61,6 +63,17 @@ class Target(ABC):
                 new = last + torch.arange(1, num_new + 1, dtype=last.dtype, device=known.device)
             longer[name] = torch.cat([known, new], dim=-1)
         return longer
+
+    def record(self, options: Mapping[str, Any]) -> Callable[[int], Any]:
+        """Have forwards return hidden states; see `DraftingCall.record`.
+
+        Raises:
+            UnsupportedOptionError: they cannot.
+        """
+        raise UnsupportedOptionError(
+            "a drafter reads hidden states of the target, which lade has for a single prompt of "
+            "text without a cache, verified by trees"
+        )
 
     @abstractmethod
     def prefill(self, *, is_plain: bool = False) -> Tensor:

@@ -4,7 +4,7 @@ A tree is padded to one of a few widths and written behind the text, in slots th
 the kept nodes move to its front. What a node sees, in windows and chunks too, is in masks alone.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from threading import Lock
 from typing import Any
 from weakref import ref
@@ -15,6 +15,7 @@ from torch import Tensor
 from lade.compat import CACHE, attention_of
 from lade.compat.attempts import Attempt
 from lade.compat.closeness import distance, limit_of
+from lade.targets.base import Target
 from lade.targets.static_cache import StaticTreeCache
 from lade.targets.trees import MASK_IS_ADDED, TreeTarget
 from lade.tree import Tree, TreeTensors
@@ -73,6 +74,10 @@ class StaticTarget(TreeTarget):
         if steps is not None and not steps.lend(self):
             self.why_not, steps = "another call has its compiled steps", None
         self._is_compiled, self._steps = steps is not None, steps or StaticSteps()
+
+    def record(self, options: Mapping[str, Any]) -> Callable[[int], Any]:
+        """Refuse to: a compiled step returns logits."""
+        return Target.record(self, options)
 
     def begin(self, num_later: int = 0) -> None:
         """Commit the prompt, which ran in a cache that grows, and move it to static memory."""

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,15 +14,22 @@ from transformers import GenerationConfig
 from lade.attention.masks import FULL, TreeSlots
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.compat import CACHE, Model, attention_of, dtype_of, prefill, prepares_as_usual
-from lade.compat.view import FastViews, keep_attributes, with_attention, with_decoding_experts
+from lade.compat.view import (
+    FastViews,
+    apart,
+    keep_attributes,
+    with_attention,
+    with_decoding_experts,
+)
 from lade.engine.engine import EngineCall
-from lade.errors import MisfitError, UnsupportedModelError
+from lade.errors import MisfitError, UnsupportedModelError, UnsupportedOptionError
 from lade.machine.transfer import integers_on
 from lade.targets.base import Target
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, is_text_alone, num_slots_of
 from lade.targets.joint import Part
 from lade.targets.kv_cache import LayerKind, TreeCache, kind_of
 from lade.targets.layout import MAX_OVERHANG, TreeLayout, takes_parts
+from lade.targets.recorded import Recorded
 from lade.targets.rollback import cache_in
 from lade.tree import Tree, TreeTensors
 
@@ -56,6 +63,8 @@ class TreeTarget(Target):
             or is slow with them; the prefill uses the model's own. None for the model's own.
         fast_views: makes views that run by lade's kernels; None for torch's own forwards.
     """
+
+    _recorded: Recorded | None = None
 
     def __init__(
         self,
@@ -113,10 +122,31 @@ class TreeTarget(Target):
         devices = set((getattr(self._model, "hf_device_map", None) or {}).values())
         return TreeCache(kinds, num_slots, max_slots, share=len(devices) <= 1)
 
+    def record(self, options: Mapping[str, Any]) -> Callable[[int], Any]:
+        """Have forwards return more than logits, by torch; return what takes it of the text."""
+        if self._prompt_positions() is None or self._is_padded or self.cache.get_seq_length():
+            return super().record(options)
+        held = getattr(self._model.config, "dtype", None)
+        if held in (torch.bfloat16, torch.float16) and dtype_of(self._model) is torch.float32:
+            raise UnsupportedOptionError(
+                "a drafter reads hidden states of the target, and in its dtype: pass "
+                "Config(arithmetic='model')"
+            )
+        # Transformers puts hooks into the modules of which it collects outputs.
+        self._model, self._fast_views, self._engine_call = apart(self._model), None, None
+        self._recorded, self.is_recording, self.may_join = Recorded(options), True, False
+        return self._recorded.take
+
     def prefill(self, *, is_plain: bool = False) -> Tensor:
         """Run the prompt as `generate` does, or in the forwards of other calls."""
         logits = None
-        if self._engine_call is not None and not is_plain:
+        if self._recorded is not None:
+            positions, num_tokens = self._prompt_positions(), self._input_ids.shape[1]
+            assert positions is not None
+            part = self._prompt_part(positions, 0, num_tokens)
+            logits = self._run(part.view, {**part.inputs, LOGITS_KEPT: 1})
+            self._recorded.commit(0, range(num_tokens))
+        elif self._engine_call is not None and not is_plain:
             logits = self._in_chunks(self._engine_call)
         if logits is None and not is_plain:
             logits = self._by_masks()
@@ -278,11 +308,17 @@ class TreeTarget(Target):
         """Run the model on the inputs, together with other calls if there are any."""
         view = self._view_for(inputs["input_ids"].shape[1])
         self._last_inputs = inputs
-        logits: Tensor
         if self._engine_call is None:
-            logits = view(**inputs).logits
-        else:
-            (logits,) = self.ask(self._engine_call, [self._as_part(view, inputs)])
+            return self._run(view, inputs)
+        logits: Tensor
+        (logits,) = self.ask(self._engine_call, [self._as_part(view, inputs)])
+        return logits
+
+    def _run(self, view: Model, inputs: Mapping[str, Any]) -> Tensor:
+        """Run a view alone."""
+        if self._recorded is not None:
+            return self._recorded.logits_of(view(**inputs, **self._recorded.options))
+        logits: Tensor = view(**inputs).logits
         return logits
 
     def part(self, inputs: dict[str, Any]) -> Part:
@@ -318,12 +354,10 @@ class TreeTarget(Target):
         if self._is_uniform or (attention_of(self._model) or "eager") in _KNOW_WINDOWS:
             new = self._input_ids.new_zeros((1, self.cache.length + 1 - self._num_prefilled))
             new[:, -1] = integers_on(self.device, [roots[0].token_ids[0]])
-            logits: Tensor = self._plain_view(**self._prepared(new), return_dict=True).logits
-            return logits
+            return self._run(self._plain_view, {**self._prepared(new), "return_dict": True})
         inputs = TreeTarget.inputs(self, roots)
         has_mask = inputs["attention_mask"] is not None  # the model's attention may not take it
-        of_root: Tensor = (self._view_for(1) if has_mask else self._plain_view)(**inputs).logits
-        return of_root
+        return self._run(self._view_for(1) if has_mask else self._plain_view, inputs)
 
     def discard(self) -> None:
         """Discard the last forward."""
@@ -339,6 +373,8 @@ class TreeTarget(Target):
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the accepted path in the cache; drop the rest of the tree."""
         self._num_committed += (len(paths[0]) - self._num_committed) / _NUM_RECENT
+        if self._recorded is not None:
+            self._recorded.commit(self.cache.length, paths[0])
         if not self.cache.can_keep(len(paths[0])):  # torch ran a chain, and added it to a state
             self.cache.keep([])
             self.forward(_first(self._last_inputs, len(paths[0])))

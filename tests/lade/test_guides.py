@@ -13,7 +13,6 @@ import transformers
 import lade
 from ngram_pool import PoolStore
 from tests.lade.server.serving import NAME, loaded_model, serving
-from tests.lade.tiny import tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"
 _MADE = re.compile(r"<!-- figures: (?:example|reference|command_line) .*?<!-- end -->", re.DOTALL)
@@ -94,16 +93,7 @@ def test_files_of_4_bits() -> None:
 @pytest.mark.usefixtures("names")
 def test_drafters() -> None:
     made = run("guides/drafters", {})
-    assert {*made["output"].stats.sources} == {"pool", "assistant", "RepeatLast"}
-    output = lade.generate(
-        tiny_model("llama"),  # its text repeats
-        torch.tensor([[5, 6, 7, 5, 6]]),
-        drafter=made["RepeatLast"](),
-        config=lade.Config(max_draft_tokens=4, strict_drafter=True),
-        max_new_tokens=8,
-        return_dict_in_generate=True,
-    )
-    assert output.stats.num_draft_tokens > output.stats.num_accepted_tokens > 0
+    assert {*made["output"].stats.sources} == {"pool", "assistant"}
 
 
 def test_calls_of_tools(names: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Candidate generators of transformers as drafters: their trees, and how far they go."""
+"""Candidate generators of transformers as drafters: their trees."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import GenerationConfig
 from transformers.generation import candidate_generator as hf
 
 import lade
-from lade.drafters import AssistantModel, Candidates
+from lade.drafters import Candidates
 from lade.drafting.drafter import DraftingCall
 from ngram_pool import SampledDraft
 from tests.chi_square import FALSE_ALARM, p_value
-from tests.lade.tiny import paths_of, tiny_model
+from tests.lade.tiny import paths_of
 
 VOCAB_SIZE = 6
 Path = tuple[int, ...]
@@ -91,31 +90,3 @@ def test_drawn_tokens_have_the_distributions_that_they_tell() -> None:
             dense[place] = told[node]
     for place, of_place in counts.items():
         assert p_value(of_place.tolist(), dense[place].tolist()) > FALSE_ALARM, place
-
-
-# --- how far it goes ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("right", [0.3, 0.7, 0.97])
-@pytest.mark.parametrize("forward", [0.001, 0.05, 0.2])
-def test_measured_drafts_are_as_long_as_is_fastest(right: float, forward: float) -> None:
-    drafter: Any = AssistantModel(tiny_model("llama", seed=1))
-    for sec in (1.5, forward, forward, forward):  # libraries prepare kernels in the first one
-        drafter._forward_sec.record(1, sec)
-    step_sec = lambda num_tokens: 0.1 + 0.002 * num_tokens  # noqa: E731
-    mine = drafter.for_call(DraftingCall(drafter.model, 97, 500, step_sec=step_sec))
-    state, lengths = mine._texts[mine.open([1, 2])], list[int]()
-    model, rng = SimpleNamespace(options=GenerationConfig()), np.random.default_rng(0)
-    update = lambda *given: None  # noqa: E731
-    state.generator = SimpleNamespace(assistant_model=model, update_candidate_strategy=update)
-    for _ in range(400):
-        length = mine._best_length(state)
-        lengths.append(length)
-        state.token_ids = [5] * length
-        num_right = int(np.argmax(rng.random(length + 1) >= [*[right] * length, 0.0]))
-        mine.observe(0, [*[5] * num_right, 7])
-    speeds = [
-        sum(right**depth for depth in range(num + 1)) / (0.1 + num * (forward + 0.002))
-        for num in range(1, 21)
-    ]
-    assert np.mean(lengths[100:]) == pytest.approx(1 + int(np.argmax(speeds)), rel=0.3, abs=1)

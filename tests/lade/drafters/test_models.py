@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,14 +19,7 @@ from lade.drafters import AssistantModel, CallPool, Candidates, FirstLayers, Mer
 from tests.chi_square import FALSE_ALARM, p_value
 from tests.grids import thinned
 from tests.lade.both import ONE, THREE, answered, same_as_generate
-from tests.lade.drafting.made import (
-    OPTIONS,
-    SAMPLED,
-    compared,
-    exact_pairs,
-    one_warning,
-    pairs_of,
-)
+from tests.lade.drafting.made import exact_pairs, pairs_of
 from tests.lade.shared import shared_model
 from tests.lade.tiny import FAMILIES, tiny_model
 from tests.support.tiny import VARIANTS, CannotBuild, causal_lm_types
@@ -251,14 +243,6 @@ def test_an_assistant_may_have_other_tokens() -> None:
         assert torch.equal(out, got.sequences)
 
 
-def test_generators_that_need_the_targets_states_are_refused() -> None:
-    def needing(call: Any, input_ids: Any, processors: Any) -> Any:
-        return SimpleNamespace(requires_model_outputs=True)
-
-    with pytest.raises(lade.UnsupportedOptionError, match="SimpleNamespace drafts from hidden sta"):
-        same_as_generate(shared_model("llama"), ONE, drafter=Candidates(needing), config=EIGHT)
-
-
 @pytest.mark.parametrize(("schedule", "nums"), [("heuristic", {2, 4, 6}), ("constant", {0, 1, 2})])
 def test_a_schedule_of_transformers_is_followed(schedule: str, nums: set[int]) -> None:
     """Drafts that are right become longer, or not; those at the end are cut."""
@@ -309,30 +293,6 @@ def test_an_assistant_that_fails_fails_no_call() -> None:
             stats_of(model, ONE, drafter, lade.Config(max_draft_tokens=8))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("options", [OPTIONS, SAMPLED], ids=["greedy", "sampled"])
-def test_an_assistant_put_into_training_in_a_call_is_not_asked_again(
-    options: dict[str, Any],
-) -> None:
-    """Its dropout would draw from the generator that the text is drawn from."""
-    assistant, num_steps = tiny_model("opt", seed=2, dropout=0.5), 0
-    drafter = AssistantModel(assistant, length=2)
-
-    def train(step: Any) -> None:
-        nonlocal num_steps
-        num_steps += 1
-        assistant.model.decoder.layers[1].train(num_steps >= 4)  # a part of it is enough
-
-    config = lade.Config(max_draft_tokens=4)
-    options = {**options, "max_new_tokens": 30, "eos_token_id": None}
-    with one_warning("failed .RuntimeError: OPTForCausalLM was put into another mode, of training"):
-        compared(drafter, options, on_step=train, config=config)
-    with pytest.raises(lade.UnsupportedModelError, match="OPTForCausalLM cannot draft"):
-        compared(drafter, options, config=config)
-    assistant.eval()
-    compared(drafter, options, config=config)
-
-
 # --- what is refused -------------------------------------------------------------------------
 
 
@@ -350,7 +310,7 @@ def test_vocabularies_must_be_one_whatever_their_size() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: AssistantModel(5), TypeError, "expected a causal LM of transformers, got int"),
+        (lambda: AssistantModel(5), TypeError, "expected a model of transformers, got int"),
         (lambda: FirstLayers("2"), TypeError, "expected num_layers to be an integer, got '2'"),  # type: ignore[arg-type]
         (lambda: FirstLayers(0), ValueError, "expected num_layers of at least 1, got 0"),
         (lambda: FirstLayers(1, length=True), TypeError, "expected length to be an integer"),

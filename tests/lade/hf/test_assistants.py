@@ -113,6 +113,7 @@ def test_neither_assistant_nor_target_is_kept_alive() -> None:
         ({"assistant_ensemble_weight": 0.5}, "does not support assistant_ensemble_weight"),
         ({"assistant_tokenizer": object()}, r"expected assistant_model= and tokenizer= beside"),
         ({"assistant_early_exit": 1}, "expected assistant_model or assistant_early_exit, got both"),
+        ({"speculation_type": "tree"}, "does not support speculation_type='tree'"),
         ({"drafter": Merged([CallPool()])}, "expected drafter or assistant_model, got both"),
         ({"token_healing": True}, "token_healing"),
         ({"num_beams": 2}, "generation mode beam_search"),
@@ -130,12 +131,12 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     assert len(pool) == 0
     if "drafter" in options:
         for call in (lade.generate, partial(type(model).generate, custom_generate=lade.decode)):
-            with pytest.raises(ValueError, match="expected drafter or assistant_early_exit, got"):
+            with pytest.raises(ValueError, match="expected drafter or assistant_early_exit or use"):
                 call(model, PROMPT, assistant_early_exit=1, **given, **options)
 
 
 def test_what_is_no_assistant_is_refused(model: Any) -> None:
-    with pytest.raises(TypeError, match="expected assistant_model to be a transformers causal LM"):
+    with pytest.raises(TypeError, match="expected assistant_model to be a model of transformers"):
         lade.generate(model, PROMPT, assistant_model=object(), max_new_tokens=4)
     with pytest.raises(ValueError, match="expected assistant_model= and tokenizer= beside"):
         lade.generate(model, PROMPT, assistant_tokenizer=object(), max_new_tokens=4)
