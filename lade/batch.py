@@ -98,6 +98,16 @@ class Batch:
         """Rows that emit in the next step."""
         return [row for row in self.running if self.may_emit(row)]
 
+    def column(self, index: int) -> list[int] | None:
+        """Return the tokens of a column, or None until each row has its own or is finished."""
+        column: list[int] = []
+        for row in self.rows if index < self.longest else ():
+            if index < len(row.token_ids):
+                column.append(row.token_ids[index])
+            elif row.is_finished and self.pad_token_id is not None:
+                column.append(self.pad_token_id)
+        return column if len(column) == len(self.rows) else None
+
     def may_emit(self, row: Row) -> bool:
         """Return whether a row may emit one more token now."""
         return not row.is_finished and (self.max_lead is None or self.lead_left(row) > 0)

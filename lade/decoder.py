@@ -189,6 +189,7 @@ def accepted_paths(
         For each row the nodes at which tokens were emitted, in order from the root.
     """
     paths: dict[Row, list[int]] = {row: [] for row in trees}
+    lengths = {row: len(row.token_ids) for row in trees}
     walking = dict.fromkeys(emitting, ROOT)
     while walking:
         asked = [*walking.items()]
@@ -200,4 +201,5 @@ def accepted_paths(
         for row, _ in asked:
             if walking[row] == ROOT or not batch.may_emit(row):
                 del walking[row]
-    return paths
+    # A criterion that sees all rows may have cut one that was ahead.
+    return {row: path[: max(0, len(row.token_ids) - lengths[row])] for row, path in paths.items()}

@@ -111,7 +111,10 @@ class Circumstances:
                 "prove drafts by",
             ),
             (not Processors(call.processors, 1).takes_rows, "a logits processor sees all rows"),
-            (not self._stop.takes_rows, "a stop criterion sees all rows"),
+            (
+                self._stop.sees_rows and self._shows_rows_ahead,
+                "a stop criterion sees all rows, some of which would be ahead",
+            ),
             (pad_token is not None and int(pad_token) < 0, "the pad token id is negative"),
             (bool(call.wanted_scores), "scores are returned, also of rows that have ended"),
             (self.is_users_cache, "a cache was passed"),
@@ -120,6 +123,14 @@ class Circumstances:
         )
         found = next((reason for is_so, reason in reasons if is_so), None)
         return found and f"batches: {found}"
+
+    @property
+    def _shows_rows_ahead(self) -> bool:
+        """Whether the caller can see more of rows that run ahead than their tokens in the end."""
+        call = self.call
+        watches = call.streamer is not None or call.arguments.on_step is not None
+        is_more = watches or call.returns_dict or bool(call.options.do_sample)
+        return is_more or self.user_code is not None
 
     @property
     def _forgets(self) -> bool:

@@ -46,11 +46,12 @@ class Generation:
     def __init__(self, call: Call) -> None:
         self._call = call
         self._outputs = Outputs(call.wanted_scores)
-        self._stop = StopRule(call.criteria, self._outputs)
+        has_eos = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)
+        pad_token = call.options._pad_token_tensor if has_eos else None
+        self._batch = Batch(call.input_ids, None if pad_token is None else int(pad_token))
+        self._stop = StopRule(call.criteria, self._outputs, self._batch, call.input_ids)
         self._seen = Circumstances(call, self._stop)
         self._cache = cache_in(call.model_kwargs)
-        pad_token = call.options._pad_token_tensor if self._stop.has_eos else None
-        self._batch = Batch(call.input_ids, None if pad_token is None else int(pad_token))
         self._report = Report(call.streamer, call.arguments.on_step, self._batch)
 
     def run(self) -> Any:

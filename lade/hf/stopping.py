@@ -49,19 +49,24 @@ class Outputs:
 class StopRule:
     """All stop conditions, evaluated after each token, exactly where `generate` evaluates them.
 
-    Length and EOS are compared as integers; other criteria are asked row by row.
+    Length and EOS are compared as integers, and stop strings are looked for row by row. Other
+    criteria are asked about whole columns, once all rows of a batch have them. A row that such a
+    criterion ends may have run ahead; it is cut.
 
     Args:
         criteria: of the call.
         outputs: of the call, which the criteria look at.
+        batch: of the call.
 
     Attributes:
-        has_eos: whether finished rows are padded.
-        takes_rows: whether all criteria may be asked row by row.
+        sees_rows: whether some criteria see several rows at once.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, outputs: Outputs) -> None:
-        self._outputs = outputs
+    def __init__(
+        self, criteria: StoppingCriteriaList, outputs: Outputs, batch: Batch, input_ids: Tensor
+    ) -> None:
+        self._outputs, self._batch, self._columns = outputs, batch, input_ids
+        self._unfinished = torch.ones(len(input_ids), dtype=torch.int64, device=input_ids.device)
         self._lengths: list[MaxLengthCriteria] = []  # whose limit may be changed at any time
         self._reminder: Any = None  # warns once that a text outgrows its model
         self._eos_token_ids: set[int] = set()
@@ -75,11 +80,10 @@ class StopRule:
                 self._eos_token_ids.update(criterion.eos_token_id.tolist())
             else:
                 self._others.append(criterion)
-        self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         # Without a padding token, a row that ends continues until all rows have ended.
-        self.takes_rows = not self._others or (
-            self.has_eos and all(type(each) is StopStringCriteria for each in self._others)
-        )
+        is_padded = batch.pad_token_id is not None
+        takes_rows = all(is_padded and type(each) is StopStringCriteria for each in self._others)
+        self.sees_rows = len(input_ids) > 1 and not takes_rows
 
     def __call__(self, rows: Sequence[Row]) -> None:
         """Mark the given rows as finished if their last token ends them."""
@@ -94,13 +98,31 @@ class StopRule:
             elif self._reminder and len(token_ids) > self._reminder.max_position_embeddings:
                 self._reminder(row.prefix(), None)
                 self._reminder = None
-            for criterion in self._others:
+            for criterion in () if self.sees_rows else self._others:
                 scores = self._outputs.get("scores")
                 prefix = row.prefix()
                 answer = torch.zeros((), dtype=torch.bool, device=prefix.device)
                 # As in `generate`, the answer may be an integer, whose lowest bit counts.
                 finished = bool((answer | criterion(prefix, scores)) & 1) or finished
             row.is_finished = row.is_finished or finished
+        while self.sees_rows and (column := self._batch.column(self._columns.shape[1])) is not None:
+            self._ask_about(column)
+
+    def _ask_about(self, column: Sequence[int]) -> None:
+        """Ask the criteria about a column as `generate` does, and end rows behind it."""
+        batch, answer = self._batch, torch.zeros_like(self._unfinished, dtype=torch.bool)
+        last = torch.tensor(column, dtype=torch.int64, device=answer.device)
+        self._columns = torch.cat([self._columns, last[:, None].to(self._columns.dtype)], dim=1)
+        for criterion in self._others:
+            answer = answer | criterion(self._columns, None)
+        self._unfinished = self._unfinished & ~answer
+        goes_on = self._unfinished
+        if batch.pad_token_id is None:
+            goes_on = goes_on.max()
+        for row, is_on in zip(batch.rows, goes_on.expand(len(column)).tolist(), strict=True):
+            if not is_on:
+                row.cut(self._columns.shape[1], None)
+                row.is_finished = True
 
 
 class Report:
@@ -135,16 +157,7 @@ class Report:
     def put(self) -> None:
         """Put every column that is complete, int64 [rows] each, on the CPU."""
         assert self.streamer is not None
-        batch = self._batch
-        while self.num_put < batch.longest:
-            column = []
-            for row in batch.rows:
-                if self.num_put < len(row.token_ids):
-                    column.append(row.token_ids[self.num_put])
-                elif row.is_finished and batch.pad_token_id is not None:
-                    column.append(batch.pad_token_id)
-                else:
-                    return
+        while (column := self._batch.column(self.num_put)) is not None:
             with aside():
                 self.streamer.put(torch.tensor(column, dtype=torch.int64, device="cpu"))
             self.num_put += 1

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import StoppingCriteria
 
 import lade
-from tests.lade.both import THREE, same_as_generate
+from tests.lade.both import EIGHT, THREE, same_as_generate
 from tests.lade.shared import shared_model
 from tests.lade.tiny import IS_NEWEST, VOCAB_SIZE, chain, random_prompt, tiny_model
 
@@ -117,6 +118,70 @@ def test_samples_of_one_prompt_share_its_prefill() -> None:
     by = partial(_after, shapes.clear)
     same_as_generate(model, prompt, by=by, do_sample=True, num_return_sequences=5, **TOKENS)
     assert shapes[0] == [1, prompt.shape[1]]
+
+
+class Seeing(StoppingCriteria):  # type: ignore[misc]
+    """A criterion that notes what it sees, and answers for all rows at once.
+
+    Args:
+        kind: "all", as lm-evaluation-harness's: once each row has had some token, none goes on;
+            "each": whether the row's own last token is a multiple of 11; "calls": after 9 calls.
+        seen: where the columns that it is asked about are noted.
+    """
+
+    def __init__(self, kind: str, seen: list[Any]) -> None:
+        self._kind, self._seen, self._done = kind, seen, [False] * 3
+        self._num_calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> Any:
+        self._seen.append((self._kind, input_ids.tolist()))
+        self._num_calls += 1
+        last = input_ids[:, -1]
+        if self._kind == "calls":
+            return self._num_calls > 9
+        if self._kind == "each":
+            return last % 11 == 0
+        for row, token in enumerate(last.tolist()):
+            self._done[row] |= token % 7 == row
+        return False not in self._done
+
+
+@pytest.mark.parametrize("eos", [None, [11, 35, 52, 87]], ids=["no end", "ends"])
+@pytest.mark.parametrize("kinds", [["all"], ["each"], ["calls"], ["all", "each"]], ids="+".join)
+def test_a_criterion_that_sees_all_rows_is_asked_as_by_generate(
+    kinds: list[str], eos: list[int] | None
+) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": eos, **TOKENS}
+    for seed in range(4):
+        model, seen = shared_model("llama", seed=seed), list[Any]()
+
+        def fresh(seen: list[Any] = seen) -> dict[str, Any]:
+            seen.append("begin")
+            return {"stopping_criteria": [Seeing(kind, seen) for kind in kinds]}
+
+        drafter = Foreseeing(model)
+        by = partial(lade.generate, drafter=drafter, config=EIGHT)  # no `on_step`
+        _, got = same_as_generate(model, THREE, fresh=fresh, by=by, **options)
+        second = seen.index("begin", 1)
+        assert seen[:second] == seen[second:]
+        num_new = got.sequences.shape[1] - THREE.shape[1]
+        assert 0 < drafter.num_asked < 3 * num_new or num_new < 9
+
+
+class Foreseeing(lade.Drafter):
+    """Knows how each prompt goes on, but for every ninth token."""
+
+    def __init__(self, model: Any) -> None:
+        mask = (THREE != 0).long()
+        answers = model.generate(THREE, attention_mask=mask, max_new_tokens=60, eos_token_id=None)
+        self._texts = [row[row != 0].tolist() for row in answers]
+        self.num_asked = 0
+
+    def draft(self, sequence: int, committed: Any, max_draft_tokens: int) -> lade.Draft:
+        self.num_asked += 1
+        (text,) = (each for each in self._texts if each[: len(committed)] == [*committed])
+        after = text[len(committed) : len(committed) + max_draft_tokens]
+        return chain([token if token % 9 else token + 1 for token in after])
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
