@@ -208,7 +208,7 @@ def _copied(value: Any, file: str, made: dict[int, Any]) -> Any:
     """
     kind: Any = type(value)
     is_object = kind.__module__ == file and hasattr(value, "__dict__")
-    is_object = is_object and kind.__reduce__ is object.__reduce__
+    is_object = is_object and kind.__reduce__ is object.__reduce__ and not issubclass(kind, Tensor)
     is_tensor = kind is Tensor and not value.is_meta and value.numel() <= _MOST_WRITTEN
     if isinstance(value, nn.Module | type | PreTrainedConfig) or not (
         is_object or is_tensor or isinstance(value, dict | list | set | deque)

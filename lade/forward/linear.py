@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from lade.compat.closeness import float32_precision
 from lade.forward import words
+from lade.forward.blocks import Blocks
 from lade.forward.workers import Run, most_threads, run_job
 
 MOST_TOKENS = 128  # of one job; a longer prompt runs as several
 #: Formats of numbers, as kernels count them.
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_TENSORS = (Tensor, nn.Parameter)
+_TENSORS = (Tensor, nn.Parameter, Blocks)
 _MOST_ROWS = 64  # of a job: the second cache holds the inputs of so many rows
 # A job has no layers here, but looks at the numbers of one; those of its two phases are behind.
 _JOB_SIZE = max(words.JOB_SIZE, words.LAYER_SIZE)

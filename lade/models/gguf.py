@@ -194,6 +194,8 @@ def load_gguf(
         GenerationConfig,
     )
 
+    from lade.forward.blocks import refuse
+
     header = header_of(path)
     settings, tensors = header.settings, header.tensors
     made = architecture_of(path, settings)
@@ -243,15 +245,8 @@ def load_gguf(
             none = torch.empty(0, dtype=torch.float32, device="cpu")
             model.register_parameter("of_dtype", torch.nn.Parameter(none, False))
         for method in ("save_pretrained", "resize_token_embeddings"):
-            vars(model)[method] = _refuse
+            vars(model)[method] = refuse
     return model.to(device).eval()
-
-
-def _refuse(*args: Any, **kwargs: Any) -> Any:
-    raise UserError(
-        "the weights of this model are blocks in a GGUF file, which can be neither saved, resized "
-        "nor merged with adapters; load it with a dtype, such as float32, for that"
-    )
 
 
 def _shapes_of(path: Path, tensors: dict[str, Stored]) -> dict[str, Any]:
@@ -435,6 +430,7 @@ class _Filler:
         import torch
         from torch import nn
 
+        from lade.forward.blocks import Blocks
         from lade.forward.packed import unpacked
 
         module_name, _, attribute = full_name.rpartition(".")
@@ -457,7 +453,7 @@ class _Filler:
             blocks = raw.view(shape[0], -1)
             if order is not None and not half:  # a copy; halves are read as they are
                 blocks = blocks[order]
-            weight = nn.Parameter(blocks, requires_grad=False)
+            weight = Blocks(blocks, requires_grad=False)
             self._replace(module_name, module, weight, stored.format, half)
             return
         rows = raw.view(shape[0] if is_matrix else 1, -1)

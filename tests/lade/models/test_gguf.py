@@ -2,6 +2,7 @@
 
 import struct
 from contextlib import suppress
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -263,9 +264,15 @@ def test_control_tokens_are_spelled_as_the_file_does(tmp_path: Path) -> None:
 def test_what_cannot_be_done_with_blocks_says_so(tmp_path: Path) -> None:
     whole = write(tmp_path, "llama")
     model = file.load_gguf(tmp_path / "model.gguf")
-    for refused in (model.save_pretrained, model.resize_token_embeddings):
+    layer = model.model.layers[0].mlp.up_proj
+
+    def merge(_: str) -> None:  # as PEFT does
+        layer.weight.data += torch.ones(layer.out_features, layer.in_features)
+
+    for refused in (model.save_pretrained, model.resize_token_embeddings, merge):
         with pytest.raises(UserError, match=r"neither saved, resized nor merged .* load it"):
             refused(str(tmp_path))
+    assert torch.equal(deepcopy(model).generate(TEXT, **GIVEN), whole.generate(TEXT, **GIVEN))
     load(str(tmp_path / "model.gguf"), dtype="float32").model.save_pretrained(tmp_path / "saved")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(saved.generate(TEXT, **GIVEN), whole.generate(TEXT, **GIVEN))
