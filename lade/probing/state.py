@@ -22,21 +22,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lade.compat import (
-    Model,
-    attention_of,
-    compiled_part_of,
-    device_of_inputs,
-    does_nothing,
-    experts_of,
-)
+from lade.compat import Model, attention_of, compiled_part_of, device_of_inputs, does_nothing
 from lade.compat.attempts import Attempt
 from lade.compat.view import BEFORE, apart
-from lade.probing.user_code import around_now, files_of, functions_of, is_code, plain_of
+from lade.probing.user_code import (
+    around_now,
+    files_of,
+    functions_of,
+    is_code,
+    plain_of,
+    registered_of,
+)
 
 _of_children, _of_parameters = attrgetter("_modules"), attrgetter("_parameters")
 _of_buffers, _of_mode = attrgetter("_buffers"), attrgetter("training")
@@ -279,19 +276,16 @@ class Reads:
         self._written: dict[int, set[str]] = {}
         self._before: dict[tuple[int, str], _Leaves] = {}
 
-    def note(self, module: nn.Module, name: str, *, is_written: bool) -> None:
-        """Record a name."""
+    def note(self, module: nn.Module, name: str, value: Any = None, *, writes: bool) -> None:
+        """Record a name, and what it holds when it is first read."""
         if self.is_on:
             kind = self._device_type
             if torch.is_autocast_enabled(kind):
                 self.autocast = torch.get_autocast_dtype(kind)
-            names = self._written if is_written else self._read
+            names = self._written if writes else self._read
             names.setdefault(id(module), set()).add(name)
-
-    def note_value(self, module: nn.Module, name: str, value: Any) -> None:
-        """Record what an attribute holds when it is first read, if that is more than a number."""
-        if self.is_on and (id(module), name) not in self._before and _may_change(value):
-            self._before[id(module), name] = _leaves(value)
+            if _may_change(value) and (id(module), name) not in self._before:
+                self._before[id(module), name] = _leaves(value)
 
     def before(self, module: nn.Module, name: str) -> "_Leaves | None":
         """Return what an attribute held when it was first read, None for a number."""
@@ -324,20 +318,22 @@ def watched(view: Model) -> Iterator[Reads]:
             module.__class__ = kind
             for name in {*held, *module._buffers}:  # some are stored without `__setattr__`
                 if held.get(name) is not module._buffers.get(name):
-                    reads.note(module, name, is_written=True)
+                    reads.note(module, name, writes=True)
 
 
 def _noting(kind: Any, reads: Reads) -> type:
     """Return a subclass that records the attributes read and written of its objects."""
 
     def read(self: Any, name: str) -> Any:
-        reads.note(self, name, is_written=False)
-        value = kind.__getattribute__(self, name)
-        reads.note_value(self, name, value)
+        value = None
+        try:
+            value = kind.__getattribute__(self, name)
+        finally:  # a name that is missing counts as read
+            reads.note(self, name, value, writes=False)
         return value
 
     def write(self: Any, name: str, value: Any) -> None:
-        reads.note(self, name, is_written=True)
+        reads.note(self, name, writes=True)
         kind.__setattr__(self, name, value)
 
     # transformers looks classes up by their names.
@@ -364,12 +360,7 @@ def _around(model: Model) -> tuple[Any, ...]:
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     functions, hooks = around_now()
     return (
-        *(str(model.device), model.dtype, autocast, attention, functions),
-        *(ALL_ATTENTION_FUNCTIONS.get(attention), ALL_MASK_ATTENTION_FUNCTIONS.get(attention)),
-        *(
-            (each, ALL_EXPERTS_FUNCTIONS.get(each))
-            for each in sorted(filter(None, experts_of(model)))
-        ),
+        *(str(model.device), model.dtype, autocast, attention, functions, registered_of(model)),
         *map(_code_of, hooks),
         # `generate` calls some methods of a model; PEFT exchanges one of them for each call.
         *(

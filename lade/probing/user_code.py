@@ -13,11 +13,13 @@ as a notebook's, count as user code.
 import inspect
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from importlib.metadata import packages_distributions
+from itertools import chain
+from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -26,7 +28,14 @@ from torch.nn import functional
 from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from transformers import PreTrainedModel
+from transformers import (
+    PreTrainedModel,
+    activations,
+    cache_utils,
+    masking_utils,
+    modeling_rope_utils,
+)
+from transformers.integrations import sdpa_attention
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -34,7 +43,6 @@ from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from lade.compat import Model, attention_of, does_nothing, experts_of
 from lade.compat.view import wraps_own_forward
-from lade.probing.slots import Replaced, Slot, Slots
 
 # Packages whose code belongs in every forward, code that comes with checkpoints included.
 _HOME = {"torch", "transformers", TRANSFORMERS_DYNAMIC_MODULE_NAME, "lade"}
@@ -48,7 +56,73 @@ _OF_LOOP = ("_prefill", "_sample", "_update_model_kwargs_for_generation")
 _CHOOSING = {(functional, "softmax"), (torch, "multinomial"), (torch, "argmax")}
 _CACHES, _MASKS = "transformers.cache_utils", "transformers.masking_utils"
 
+_MISSING = object()
+
 AROUND = "a hook of the model"  # called around the model's forward, and so around lade's
+
+
+class Slot(NamedTuple):
+    """A name in a module or class, and the function under it."""
+
+    holder: Any  # a module or a class
+    name: str
+    function: Any
+
+    @property
+    def path(self) -> str:
+        """The full name of the function."""
+        names = ("__module__", "__qualname__") if isinstance(self.holder, type) else ("__name__",)
+        return ".".join([*(getattr(self.holder, name) for name in names), self.name])
+
+
+class Slots:
+    """A snapshot of the functions in some modules and classes.
+
+    Args:
+        holders: modules and classes.
+        is_looked_at: returns whether to include a value; by default, all callables are included.
+    """
+
+    def __init__(
+        self, holders: Iterable[Any], is_looked_at: Callable[[Any], bool] | None = None
+    ) -> None:
+        self._held: list[tuple[Any, Any, tuple[str, ...]]] = []
+        for holder in dict.fromkeys(holders):
+            held = vars(holder)
+            names = tuple(
+                name for name, each in [*held.items()] if (is_looked_at or _is_function)(each)
+            )
+            if names:
+                # The last name comes twice, so that a single name gives a tuple, too.
+                self._held.append((holder, itemgetter(*names, names[-1]), names))
+        self._classes = [holder for holder, _, _ in self._held if isinstance(holder, type)]
+        self._before = self._now()
+
+    def are_same(self) -> bool:
+        """Return whether each name still has the same function, and no class has more names."""
+        return self._before == self._now()
+
+    def __iter__(self) -> Iterator[Slot]:
+        """Iterate over the functions there now, new names of classes included."""
+        for holder, _, names in self._held:
+            held = vars(holder)
+            more = [name for name in held if name not in names] if isinstance(holder, type) else ()
+            for name in chain(names, more):
+                function = held.get(name, _MISSING)
+                if name in names or _is_function(function):
+                    yield Slot(holder, name, function)
+
+    def _now(self) -> list[Any]:
+        """Return all functions, and how many names each class has."""
+        try:
+            functions = [get(vars(holder)) for holder, get, _ in self._held]
+        except KeyError:  # a name was deleted
+            return []
+        return [functions, [len(vars(each)) for each in self._classes]]
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) or isinstance(value, property | staticmethod | classmethod)
 
 
 def user_code_of(model: Model, functions: Slots, *, besides_hooks: bool = False) -> str | None:
@@ -78,14 +152,23 @@ def user_code_of(model: Model, functions: Slots, *, besides_hooks: bool = False)
     for slot in functions:
         if _is_exchanged(slot):
             return f"the function {slot.path}"
-    attention = ALL_ATTENTION_FUNCTIONS.get(attention_of(model))
-    if attention is not None and is_users(attention):
-        return "its attention"
-    if has_user_experts(model):
-        return "its experts"
+    for what, functions_in_use in registered_of(model).items():
+        if any(map(is_users, functions_in_use)):
+            return f"its {what}"
     if has_user_masks(model):
         return "its masks"
     return AROUND if not besides_hooks and any(map(is_users, hooks_of(model))) else None
+
+
+def registered_of(model: Model) -> dict[str, list[Any]]:
+    """Return the functions that a model's forwards find by name in transformers' interfaces."""
+    attention, experts = attention_of(model), sorted(filter(None, experts_of(model)))
+    found = {
+        "attention": [ALL_ATTENTION_FUNCTIONS.get(attention)],
+        "experts": [ALL_EXPERTS_FUNCTIONS.get(each) for each in experts],
+        "masks": [ALL_MASK_ATTENTION_FUNCTIONS.get(attention)],
+    }
+    return {what: [each for each in of if each is not None] for what, of in found.items()}
 
 
 def functions_of(classes: Iterable[type]) -> Slots:
@@ -141,8 +224,7 @@ def has_user_masks(model: Model) -> bool:
 
 def has_user_experts(model: Model) -> bool:
     """Return whether user code, under a name of transformers' experts interface, runs experts."""
-    functions = map(ALL_EXPERTS_FUNCTIONS.get, experts_of(model))
-    return any(each is not None and is_users(each) for each in functions)
+    return any(map(is_users, registered_of(model)["experts"]))
 
 
 def has_user_inputs(model: Model) -> bool:
@@ -271,5 +353,53 @@ def plain_of(value: Any) -> Any:
     return value.__func__ if isinstance(value, MethodType | staticmethod | classmethod) else value
 
 
-_REPLACED = Replaced(is_users)
+class _Replaceable:
+    """The functions of torch and transformers that lade replaces, as they were at first."""
+
+    def __init__(self) -> None:
+        overridable = {
+            id(each)
+            for functions in torch.overrides.get_overridable_functions().values()
+            for each in functions
+        }
+        files = cache_utils, masking_utils, sdpa_attention, activations, modeling_rope_utils
+        classes = (
+            each
+            for file in (cache_utils, activations)
+            for each in vars(file).values()
+            if isinstance(each, type) and each.__module__ == file.__name__
+        )
+        self._slots = (
+            Slots((torch, functional), lambda each: id(each) in overridable),
+            Slots((torch.Tensor, *files, *classes)),
+        )
+        of_layers = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", {})
+        of_masks = getattr(masking_utils, "LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING", {})
+        tables = (cache_utils, of_layers), (masking_utils, of_masks)
+        self._tables = [(file, table, {**table}) for file, table in tables]
+        self._usual = {  # a function that was the user's before counts as replaced
+            (id(slot.holder), slot.name): _MISSING if is_users(slot.function) else slot.function
+            for slot in chain(*self._slots)
+        }
+        self._is_usual = _MISSING not in self._usual.values()
+
+    def exchanged(self) -> tuple[Slot, ...]:
+        """Return the functions that were replaced."""
+        replaced: tuple[Slot, ...] = ()
+        if not (self._is_usual and all(each.are_same() for each in self._slots)):
+            replaced = tuple(
+                slot
+                for slot in chain(*self._slots)
+                if self._usual.get((id(slot.holder), slot.name)) is not slot.function
+            )
+        # Models of transformers may add their own entries.
+        return replaced + tuple(
+            Slot(file, kind, made)
+            for file, table, usual in self._tables
+            for kind, made in table.items()
+            if usual.get(kind, made) is not made or is_users(made)
+        )
+
+
+_REPLACED = _Replaceable()
 _USUAL_MASKS = {**ALL_MASK_ATTENTION_FUNCTIONS}

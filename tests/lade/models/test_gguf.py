@@ -264,12 +264,16 @@ def test_control_tokens_are_spelled_as_the_file_does(tmp_path: Path) -> None:
 def test_what_cannot_be_done_with_blocks_says_so(tmp_path: Path) -> None:
     whole = write(tmp_path, "llama")
     model = file.load_gguf(tmp_path / "model.gguf")
-    layer = model.model.layers[0].mlp.up_proj
+    layer, table = model.model.layers[0].mlp.up_proj, model.model.embed_tokens
 
     def merge(_: str) -> None:  # as PEFT does
         layer.weight.data += torch.ones(layer.out_features, layer.in_features)
 
-    for refused in (model.save_pretrained, model.resize_token_embeddings, merge):
+    def merge_safely(_: str) -> None:
+        table.weight.data.clone()
+
+    saving = model.save_pretrained, model.resize_token_embeddings
+    for refused in (*saving, merge, merge_safely):
         with pytest.raises(UserError, match=r"neither saved, resized nor merged .* load it"):
             refused(str(tmp_path))
     assert torch.equal(deepcopy(model).generate(TEXT, **GIVEN), whole.generate(TEXT, **GIVEN))
