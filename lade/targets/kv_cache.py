@@ -300,7 +300,8 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             held = self._held(name)[:, :, -stop:]
             getattr(layer, name)[:, :, stop - held.shape[2] : stop] = held
         layer.cumulative_length.fill_(length)
-        layer.cumulative_length_int = length  # which layers with windows count in
+        if hasattr(layer, "cumulative_length_int"):  # which layers with windows count in
+            layer.cumulative_length_int = length
 
     def get_seq_length(self) -> int:
         """Return the number of slots, including those no longer held."""
