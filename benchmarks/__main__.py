@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.prompts import Chosen, Half, choose
-from lade.cli import line_of
-from lade.cli.options import (
+from lade.apps.cli import line_of
+from lade.apps.cli.options import (
     DraftOptions,
     DtypeOption,
     JsonOption,

@@ -50,8 +50,8 @@ class Measured(NamedTuple):
 
 def measure(job: Job) -> Measured:
     """Answer prompts with every number of draft tokens in turn, in this process."""
-    from lade.bench.methods import Lade
-    from lade.cli.options import LoadOptions
+    from lade.apps.bench.methods import Lade
+    from lade.apps.cli.options import LoadOptions
     from lade.config import Config
     from lade.models.prompts import encode
     from lade.stats import DecodeStats

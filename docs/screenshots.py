@@ -22,8 +22,8 @@ _SVG_FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags
 def terminal() -> None:
     """Draw a chat in a terminal."""
     import lade
-    from lade.chat.conversation import Conversation
-    from lade.chat.terminal import PROMPT, Terminal
+    from lade.apps.chat.conversation import Conversation
+    from lade.apps.chat.terminal import PROMPT, Terminal
     from lade.models.settings import Settings
 
     loaded = lade.models.load(dtype="float32")  # where both write the same

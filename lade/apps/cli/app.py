@@ -1,0 +1,253 @@
+"""Commands, their options and help texts; the implementations are in other modules.
+
+Shared options are in `options.py`, those of `lade pool` in `pool.py` and those of `lade serve`
+in `serve.py`.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from lade.apps.cli.options import (
+    ChatSamplingOptions,
+    DraftOptions,
+    JsonOption,
+    LoadOptions,
+    MaxNewTokensOption,
+    ModelOption,
+    PredictionOption,
+    PromptsOption,
+    SamplingOptions,
+    SystemOption,
+    TemperatureOption,
+    grouped,
+    of_drafting,
+)
+from lade.apps.cli.pool import app as pool
+from lade.apps.cli.serve import serve
+from lade.errors import UserError
+from lade.models.settings import Settings
+
+app = typer.Typer(
+    name="lade",
+    help="Generate faster with any Hugging Face causal LM: no draft model, no training, same text.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # in which paragraphs flow
+)
+
+# Panels of the list of commands.
+_USE = "Use"
+_MEASURE = "Measure"
+_PREPARE = "Prepare"
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Show the traceback of every error: lade --debug COMMAND …"),
+    ] = False,
+) -> None:
+    """Handle the options given before a command."""
+    context.ensure_object(dict)["debug"] = debug
+    if version:
+        from lade._version import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command(rich_help_panel=_USE)
+@grouped
+def generate(
+    *,
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="What to ask; - reads it from standard input.")
+    ],
+    max_new_tokens: MaxNewTokensOption = 256,
+    system: SystemOption = None,
+    raw: Annotated[
+        bool,
+        typer.Option(
+            "--raw", help="Continue the prompt as it is, without the model's chat template."
+        ),
+    ] = False,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End the answer with this text; may be repeated."),
+    ] = None,
+    model: ModelOption = None,
+    loading: LoadOptions,
+    sampling: SamplingOptions,
+    drafting: DraftOptions,
+    prediction: PredictionOption = None,
+) -> None:
+    """Answer one prompt; the text appears as it is generated."""
+    from lade.apps.cli.prompting import (
+        check_text,
+        encode_prompt,
+        read_prediction,
+        read_prompt,
+        read_typed,
+    )
+
+    if system is not None and raw:
+        raise UserError("expected --system or --raw, got both: a raw prompt has no system prompt")
+    system = None if system is None else read_typed(system)
+    text, stops = read_prompt(prompt), [*map(read_typed, stop or [])]
+    check_text(text, is_raw=raw)
+    if "" in stops:
+        raise UserError("expected each --stop to be a text of one character or more, got ''")
+    predicted = None if prediction is None else read_prediction(prediction)
+    settings = sampling.settings(max_new_tokens)
+    loaded = loading.load(model)
+    from lade.apps.cli.generate import run  # imports transformers; wrong names fail before that
+
+    inputs = encode_prompt(loaded, text, system=system, is_raw=raw)
+    run(inputs, stops, loaded, settings, drafting, predicted)
+
+
+@app.command(rich_help_panel=_USE)
+@grouped
+def chat(
+    *,
+    max_new_tokens: MaxNewTokensOption = 1024,
+    system: SystemOption = None,
+    prewarm: Annotated[
+        bool,
+        of_drafting(
+            "--prewarm",
+            help="Let the model write its table of likely tokens while it waits for you, as lade "
+            "prewarm does: half an hour in all, at the lowest priority.",
+        ),
+    ] = False,
+    model: ModelOption = None,
+    loading: LoadOptions,
+    sampling: ChatSamplingOptions,
+    drafting: DraftOptions,
+) -> None:
+    """Chat with a model in this terminal.
+
+    Answers appear as they come, with their speed. /help lists the commands, such as /plain, which
+    compares lade with plain generate.
+    """
+    from lade.apps.cli.prompting import read_typed
+
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UserError(
+            "expected a terminal to chat in; lade generate - answers a question from a pipe or file"
+        )
+    system = None if system is None else read_typed(system)
+    settings = sampling.settings(max_new_tokens)
+    loaded = loading.load(model)
+    from lade.apps.cli.generate import run_chat
+
+    run_chat(loaded, settings, system, drafting, prewarms=prewarm)
+
+
+app.command(rich_help_panel=_USE)(serve)
+
+
+@app.command(rich_help_panel=_MEASURE)
+@grouped
+def demo(
+    *,
+    max_new_tokens: MaxNewTokensOption = 128,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT", help="Use this prompt instead of the six built in; may be repeated."
+        ),
+    ] = None,
+    model: ModelOption = None,
+    loading: LoadOptions,
+) -> None:
+    """Show how lade verifies drafts of a model, and how much faster it is on this machine.
+
+    A check finds the best exact method of verification for the model, and why better methods are
+    ruled out. Then plain generate, transformers' prompt lookup and lade answer six prompts.
+    """
+    loaded = loading.load(model)
+    from lade.apps.cli.bench import demonstrate  # imports torch, in silence
+
+    demonstrate(loaded, prompt or [], max_new_tokens)
+
+
+@app.command(rich_help_panel=_MEASURE)
+@grouped
+def bench(
+    *,
+    prompts: PromptsOption = None,
+    max_new_tokens: MaxNewTokensOption = 128,
+    model: ModelOption = None,
+    loading: LoadOptions,
+    temperature: TemperatureOption = 0.0,
+    budget: Annotated[
+        bool,
+        typer.Option(
+            "--budget",
+            help="Show how many draft tokens lade verified, and the speed it expected of other "
+            "numbers.",
+        ),
+    ] = False,
+    busy: Annotated[
+        bool,
+        typer.Option(
+            "--busy",
+            help="Instead, compare lade and plain generate beside busy processes: none, one, and "
+            "one a core; with all threads, and with one.",
+        ),
+    ] = False,
+    json: JsonOption = None,
+) -> None:
+    """Compare lade with plain generate and with transformers' prompt lookup, on your prompts.
+
+    All methods answer each prompt in turn, with the same options and seeds. lade has one pool for
+    all prompts, lade_fresh a new pool for each, and no_drafts decodes one token a step (on a CPU,
+    by the compiled forward pass). The columns of the table:
+
+    - tokens/s: tokens of the answer, over the time of the whole call.
+    - MAT: mean accepted tokens, the tokens of a step; plain generate has 1.00.
+    - same text: the share of answers with plain's tokens. When it samples, prompt_lookup draws
+      other random numbers, so its texts differ.
+    - accepted: the share of draft tokens that were accepted.
+    """
+    from lade.apps.bench.prompts import DEMO_PROMPTS, read_prompts
+
+    settings = Settings(max_new_tokens, temperature)
+    chosen = read_prompts(prompts or DEMO_PROMPTS)
+    loaded = loading.load(model)
+    from lade.apps.cli.bench import compare, compare_busy  # imports torch, in silence
+
+    if busy:
+        compare_busy(loaded, chosen, settings, json)
+    else:
+        compare(loaded, chosen, settings, json, shows_budget=budget)
+
+
+@app.command(rich_help_panel=_PREPARE)
+@grouped
+def prewarm(
+    *,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, help="Run for T seconds; another run continues from there.")
+    ] = 120.0,
+    model: ModelOption = None,
+    loading: LoadOptions,
+) -> None:
+    """Make a table of a model's likely next tokens, to draft from the first step on.
+
+    No text is needed: the model is asked about single tokens, the most frequent first, and writes
+    texts itself. The table is kept in your cache folder and used with this model from then on, also
+    in other dtypes and on other devices.
+    """
+    from lade.apps.cli.prewarm import run
+
+    run(loading.load(model), seconds)
+
+
+app.add_typer(pool, name="pool", rich_help_panel=_PREPARE)

@@ -1,0 +1,290 @@
+"""`lade serve`: its options and help texts, which fit on a screen; their checks; the process."""
+
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from lade._version import __version__
+from lade.apps.cli.loading import console, note, working
+from lade.apps.cli.options import LoadOptions, check_pools, grouped
+from lade.errors import UserError
+
+if TYPE_CHECKING:
+    from lade.apps.server.options import ServerOptions
+    from lade.models.loading import LoadedModel
+
+# Defaults are in the help texts, in brackets: typer's own take a line each.
+_of_server = partial(typer.Option, rich_help_panel="Server", show_default=False)
+_of_drafting = partial(typer.Option, rich_help_panel="Drafting", show_default=False)
+_of_model = partial(typer.Option, rich_help_panel="Model")
+_Unknown = Literal["refuse", "ignore"]
+_FILE = {"exists": True, "dir_okay": False}
+
+
+@grouped
+def serve(
+    *,
+    host: Annotated[
+        str, _of_server(metavar="NAME", help="Address to listen at [127.0.0.1].")
+    ] = "127.0.0.1",
+    port: Annotated[int, _of_server(metavar="N", help="Port; 0 takes a free one [8000].")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        _of_server(
+            metavar="KEY",
+            help="Key that requests need; or $LADE_API_KEY.",
+            envvar="LADE_API_KEY",
+            show_envvar=False,
+        ),
+    ] = None,
+    api_keys_file: Annotated[
+        Path | None,
+        _of_server(
+            help="Lines of KEY [pools=NAME,…] [admin] [alone]",
+            **_FILE,
+        ),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        _of_server(metavar="NAME", help="Accept this Host header, such as a proxy's."),
+    ] = None,
+    model_name: Annotated[
+        str | None, _of_server(metavar="NAME", help="The model's name in the API.")
+    ] = None,
+    max_batch_size: Annotated[
+        int, _of_server(metavar="N", help="Answer so many requests at once [16].")
+    ] = 16,
+    max_queue: Annotated[
+        int, _of_server(metavar="N", help="Let so many requests of a key wait [100].")
+    ] = 100,
+    max_prompt_tokens: Annotated[
+        int | None, _of_server(help="Longest prompt [the model's context].")
+    ] = None,
+    max_new_tokens: Annotated[int, _of_server(metavar="N", help="Longest answer [4096].")] = 4096,
+    timeout: Annotated[
+        float, _of_server(metavar="T", help="End a request after so many seconds [600].")
+    ] = 600.0,
+    grace_sec: Annotated[
+        float, _of_server(metavar="T", help="Seconds to finish answers at shutdown [30].")
+    ] = 30.0,
+    unknown_fields: Annotated[
+        _Unknown, _of_server(metavar="WHAT", help="Refuse or ignore unknown fields [refuse].")
+    ] = "refuse",
+    keeps: Annotated[
+        Path | None,
+        _of_drafting(
+            "--pools", metavar="FOLDER", help="Keep all users' pools in a folder.", file_okay=False
+        ),
+    ] = None,
+    share_pool: Annotated[
+        bool, _of_drafting("--share-pool", help="Share one pool among all requests.")
+    ] = False,
+    pool_memory_bytes: Annotated[
+        int, _of_drafting(metavar="N", help="Memory for pools [1 GiB].")
+    ] = 2**30,
+    max_prefix_bytes: Annotated[
+        int, _of_drafting(metavar="N", min=0, help="Memory for kept prefixes [1 GiB].")
+    ] = 2**30,
+    pool: Annotated[
+        list[Path] | None,
+        _of_drafting(help="Also draft from a pool file.", callback=check_pools, **_FILE),
+    ] = None,
+    corpus: Annotated[
+        list[str] | None,
+        _of_drafting(metavar="NAME=FILE", help="Pool file that requests may name."),
+    ] = None,
+    max_draft_tokens: Annotated[
+        int | None, _of_drafting(min=0, help="At most so many draft tokens a step.")
+    ] = None,
+    prewarm: Annotated[
+        bool, _of_drafting("--prewarm", help="Prewarm the model while idle.")
+    ] = False,
+    model: Annotated[
+        str | None, _of_model(metavar="ID", help="A Hugging Face id or a folder.")
+    ] = None,
+    device: Annotated[str | None, _of_model(metavar="NAME", help="cpu, cuda, cuda:1, …")] = None,
+    dtype: Annotated[
+        str | None, _of_model(metavar="NAME", help="float32, bfloat16, float16, …")
+    ] = None,
+    threads: Annotated[int | None, _of_model(help="CPU threads.")] = None,
+    trust_remote_code: Annotated[
+        bool, _of_model("--trust-remote-code", help="Run the model's own code.")
+    ] = False,
+) -> None:
+    """Serve a model by an OpenAI-compatible API; each key and "user" has a pool."""
+    if not 0 <= port < 2**16:
+        raise UserError(f"expected a port of 0 to 65535, got {port}")
+    _check_port(host, port)
+    if keeps is not None:
+        _check_folder(keeps)
+    read_keys = partial(_keys_of, api_key or [], api_keys_file)
+    from lade.apps.server.access import is_local
+    from lade.apps.server.options import ServerOptions
+    from lade.config import Config  # imports torch
+
+    keys = read_keys()
+    options = ServerOptions(
+        model_name=model_name,
+        api_keys=keys,
+        shares_pool=share_pool,
+        is_for_one=is_local(host) and not keys,
+        layers=pool or [],
+        corpora=_corpora_of(corpus or []),
+        pools=keeps,
+        pool_memory_bytes=pool_memory_bytes,
+        allowed_hosts=allowed_host or [],
+        max_batch_size=max_batch_size,
+        max_queue=max_queue,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        timeout_sec=timeout,
+        grace_sec=grace_sec,
+        ignores_unknown=unknown_fields == "ignore",
+        prewarms=prewarm,
+        config=Config(max_draft_tokens=max_draft_tokens, max_prefix_bytes=max_prefix_bytes),
+    )
+    loaded = LoadOptions(device, dtype, threads, trust_remote_code).load(model)
+    _run(loaded, options, read_keys, host, port)
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raise if a port is taken; 0 takes a free one.
+
+    Raises:
+        UserError: another program listens there, or the address is none of this machine.
+    """
+    if not host:  # which would let everybody in
+        raise UserError("expected an address to listen at, got ''")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+        try:
+            listener.bind((host, port))
+        except socket.gaierror as error:
+            raise UserError(f"cannot listen at {host}: {error.strerror}") from None
+        except OSError as error:
+            raise UserError(
+                f"cannot listen at {host}:{port}: {error.strerror}; --port names another port"
+            ) from None
+
+
+def _keys_of(keys: Sequence[str], path: Path | None) -> list[str]:
+    """Return API keys with their rights, from options and from the lines of a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        UserError: the file has none, or is no text in UTF-8.
+    """
+    if path is None:
+        return [*keys]
+    if os.name == "posix" and path.stat().st_mode & 0o077:
+        note(f"other users of this machine may read {path}; chmod 600 keeps them off")
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # with a byte order mark or without
+    except UnicodeDecodeError:
+        raise UserError(f"expected API keys in {path} as UTF-8, got another encoding") from None
+    lines = [line.strip() for line in text.splitlines()]
+    found = [line for line in lines if line and not line.startswith("#")]
+    if not found:
+        raise UserError(f"expected API keys in {path}, a line each, got none")
+    return [*keys, *found]
+
+
+def _check_folder(path: Path) -> None:
+    """Make a folder for pools, and check that files can be made in it.
+
+    Raises:
+        UserError: they cannot.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise UserError(f"cannot keep pools in {path}: {error.strerror}") from None
+
+
+def _corpora_of(asked: Sequence[str]) -> dict[str, Path]:
+    """Return the pools of `--corpus NAME=FILE`, by name.
+
+    Raises:
+        UserError, ngram_pool.PoolFileError: one is of another form, or no pool, or two have one
+            name.
+    """
+    paths: dict[str, Path] = {}
+    for each in asked:
+        name, _, path = each.partition("=")
+        if not (name and path) or name in paths:
+            raise UserError(f"expected --corpus NAME=FILE, once for each name, got {each!r}")
+        if not Path(path).is_file():
+            raise UserError(f"no such file: {path}")
+        paths[name] = Path(path)
+    check_pools([*paths.values()])
+    return paths
+
+
+def _run(
+    loaded: "LoadedModel",
+    options: "ServerOptions",
+    read_keys: Callable[[], Sequence[str]],
+    host: str,
+    port: int,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; SIGHUP reads the keys again."""
+    from lade.apps.cli.bench import describe_model
+    from lade.apps.cli.prewarm import note_idle_prewarming
+    from lade.apps.server.access import is_local
+    from lade.apps.server.app import Server
+    from lade.models.prompts import num_positions
+    from lade.probing.plan import probe
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    logging.getLogger("lade.apps.server").setLevel(logging.INFO)
+    if not is_local(host) and not options.api_keys:
+        note(f"everybody who reaches {host} may use this model; --api-key lets only some")
+    with working("Checking how the model verifies drafts"):
+        server = Server(loaded, options, host=host, port=port)
+    console.print(
+        f"{server.name} is served at {server.url}; Ctrl-C stops it", markup=False, soft_wrap=True
+    )
+    described, context = describe_model(loaded), num_positions(loaded.model)
+    console.print(
+        f"[dim]lade {__version__}; {described.get('weights', described['dtype'])} on "
+        f"{described['device']}, {described['threads']} threads; a context of "
+        f"{f'{context:,}' if context else 'any number of'} tokens; drafts verified by "
+        f"{probe(loaded.model).verification}[/dim]",
+        soft_wrap=True,
+    )
+    if server.idle is not None:
+        note_idle_prewarming(server.idle)
+    if options.is_for_one and not options.shares_pool:
+        console.print(
+            '[dim]One user is assumed: requests without a "user" share a pool and kept prefixes, '
+            "which speeds up later ones. --api-key separates users.[/dim]",
+            soft_wrap=True,
+        )
+    elif not (options.api_keys or options.shares_pool):
+        console.print(
+            '[dim]A request profits from earlier ones if it has a "user" or a "cache_salt"; '
+            "--share-pool is for a machine with one user.[/dim]",
+            soft_wrap=True,
+        )
+
+    def read_again(*_: Any) -> None:
+        try:
+            server.keys.replace(read_keys())
+        except (OSError, ValueError) as error:
+            note(f"the keys stay as they were: {error}")
+        else:
+            note("the keys were read again")
+
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, read_again)
+    server.run()

@@ -1,0 +1,144 @@
+"""Answers piece by piece, as no test of a terminal can set them: cut and printed."""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from lade.apps.chat.pieces import Piece, PieceStream
+from lade.apps.chat.view import AnswerView
+from tests.lade.apps.chat.screen import Screen
+from tests.lade.tiny import byte_tokenizer
+
+ANSWER = """# Fruits
+
+Here are three of them, with a line that is long enough to be wrapped in any window:
+1. an apple
+   ```python
+   # a comment
+   return a
+   ```
+日本の果物は美味しい A <b>tag</b> and `code`.
+The unbelievablylongandwindingword end."""
+
+
+def screen_console(width: int) -> tuple[Console, Screen]:
+    screen = Screen()
+    sizes: Any = {"width": width, "height": 100, "color_system": "standard"}
+    return Console(file=screen, legacy_windows=False, highlight=False, _environ={}, **sizes), screen
+
+
+def shown(console: Console, pieces: Sequence[Piece], shows_drafted: bool = False) -> None:
+    with AnswerView(console, shows_drafted) as view:
+        for piece in pieces:
+            view.add(piece)
+
+
+@pytest.mark.parametrize("width", [20, 33, 120])
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("shows_drafted", [False, True])
+def test_lines_end_between_words_however_they_came(
+    width: int, size: int, shows_drafted: bool
+) -> None:
+    console, screen = screen_console(width)
+    parts = [ANSWER[i : i + size] for i in range(0, len(ANSWER), size)]
+    shown(console, [Piece(part, i % 2 == 0, False) for i, part in enumerate(parts)], shows_drafted)
+    assert all(len(line.rstrip()) < width for line in screen.lines)
+    assert "".join(screen.shown().split()) == "".join(ANSWER.split())
+    words = [word for word in ANSWER.split() if word.isascii() and len(word) < 17]
+    assert all(screen.shown().split().count(word) == words.count(word) for word in words)
+    if width == 120:
+        assert screen.shown() == ANSWER
+    if not shows_drafted:
+        for word, style in (("Fruits", "1m"), ("comment", "36m"), ("apple", "")):
+            assert (f"\x1b[{style}{word}" in screen.getvalue()) == bool(style), word
+
+
+def test_words_appear_at_their_end_and_those_of_wide_letters_at_once() -> None:
+    console, screen = screen_console(80)
+    with AnswerView(console) as view:
+        assert screen.shown() == "…"
+        seen = []
+        for text in ("one tw", "o", " ", "日", "本", "n" * 20):
+            view.add(Piece(text, False, False))
+            seen.append(screen.shown())
+    assert seen == [
+        "one",
+        "one",
+        "one two",
+        "one two 日",
+        "one two 日本",
+        f"one two 日本{'n' * 16}",
+    ]
+    written = io.StringIO()  # a pipe takes lines as they are
+    pipe = Console(file=written, width=10, force_terminal=False)
+    shown(pipe, [Piece("word " * 9, True, False)])
+    assert written.getvalue() == "word " * 9 + "\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "own \x1b[1;32mdrafted\x1b[0m"),
+        ({"no_color": True}, "own \x1b[1mdrafted\x1b[0m"),
+        ({"color_system": None}, "own drafted"),
+    ],
+)
+def test_drafted_text_is_bold_and_green(options: Any, expected: str) -> None:
+    pieces = [Piece("own ", False, False), Piece("drafted", True, False)]
+    file = io.StringIO()
+    options = {"color_system": "standard", **options}
+    console = Console(file=file, force_terminal=True, record=True, _environ={}, **options)
+    shown(console, pieces, shows_drafted=True)
+    assert file.getvalue().strip() == expected
+
+
+def test_thinking_is_dim_and_no_control_character_reaches_the_terminal() -> None:
+    console, screen = screen_console(60)
+    pieces = [Piece("\nhm\x1b[2J\x07, *so*\nwell", True, True), Piece("\n\n**yes**", False, False)]
+    shown(console, pieces)
+    assert screen.shown() == "hm[2J, *so*\nwell\n\n**yes**"
+    assert "\x1b[2m*so*\x1b[0m" in screen.getvalue()
+
+
+# --- pieces -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "thinking", "answer"),
+    [
+        ("", "no thinking", "", "no thinking"),
+        ("", "<think>\nhm, é</think>\n\nyes<|im_end|>", "\nhm, é", "\n\nyes"),
+        ("", "[THINK]a[/THINK]b", "a", "b"),
+        ("", "<think>never ends </thi", "never ends </thi", ""),
+        ("<think>?\nbot\n", "a", "", "a"),  # of the question
+        ("bot\n<think>\n", "a</think>b", "a", "b"),
+        ("bot\n<think>\n\n</think>\n", "b", "", "b"),
+        ("", "<|channel>hm<channel|>yes<|im_end|>", "hm", "yes"),
+    ],
+)
+def test_thinking_is_told_from_the_answer(
+    prompt: str, text: str, thinking: str, answer: str
+) -> None:
+    tokenizer = byte_tokenizer()
+    marks = ["[THINK]", "[/THINK]", "<|im_end|>", "<|channel>", "<channel|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.add_tokens(["<think>", "</think>"])
+    stream = PieceStream(tokenizer, tokenizer(prompt)["input_ids"])
+    token_ids = tokenizer(text)["input_ids"]
+    pieces = [piece for each in token_ids for piece in stream.put(each, False)] + stream.end()
+    assert "".join(piece.text for piece in pieces if piece.is_thinking) == thinking
+    assert "".join(piece.text for piece in pieces if not piece.is_thinking) == answer
+
+
+def test_a_character_was_drafted_if_all_its_tokens_were_and_one_that_is_cut_is_none() -> None:
+    tokenizer = byte_tokenizer()
+    stream = PieceStream(tokenizer, [])
+    token_ids = tokenizer("a€é😀")["input_ids"][:-1]
+    drafted = [True, True, False, True, True, True, True, True, True]
+    pairs = zip(token_ids, drafted, strict=True)
+    found = [piece for pair in pairs for piece in stream.put(*pair)]
+    assert found == [Piece("a", True, False), Piece("€", False, False), Piece("é", True, False)]
+    assert stream.end(is_cut=True) == []
