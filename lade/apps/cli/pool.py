@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.progress import MofNCompleteColumn
@@ -42,16 +42,14 @@ app = typer.Typer(
 @app.command("build")
 @grouped
 def pool_build(
-    files: Annotated[
-        list[Path], typer.Argument(metavar="FILES", help="Files and folders to read.", exists=True)
-    ],
-    out: Annotated[
-        Path, typer.Option(help="The pool to make.", dir_okay=False, callback=check_writable)
-    ],
-    capacity_tokens: Annotated[
-        int,
-        typer.Option(min=1, max=2**29, help="Hold N tokens, the newest. Each takes 60 bytes."),
-    ] = 2**24,  # a gigabyte of memory when full; arrays grow as text comes
+    files: list[Path] = typer.Argument(metavar="FILES", help="Files and folders.", exists=True),
+    out: Path = typer.Option(help="The pool to make.", dir_okay=False, callback=check_writable),
+    capacity_tokens: int = typer.Option(
+        2**24,  # a gigabyte of memory when full; arrays grow as text comes
+        min=1,
+        max=2**29,
+        help="Hold N tokens, the newest. Each takes 60 bytes.",
+    ),
     model: ModelOption = None,
     trust_remote_code: TrustOption = False,
 ) -> None:

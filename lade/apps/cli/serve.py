@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from lade._version import __version__
 from lade.apps.cli.loading import console, note, working
-from lade.apps.cli.options import LoadOptions, check_pools, grouped
+from lade.apps.cli.options import IS_FILE, LoadOptions, check_pools, grouped, of_drafting, of_model
 from lade.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,108 +23,67 @@ if TYPE_CHECKING:
 
 # Defaults are in the help texts, in brackets: typer's own take a line each.
 _of_server = partial(typer.Option, rich_help_panel="Server", show_default=False)
-_of_drafting = partial(typer.Option, rich_help_panel="Drafting", show_default=False)
-_of_model = partial(typer.Option, rich_help_panel="Model")
+_of_drafting = partial(of_drafting, show_default=False)
 _Unknown = Literal["refuse", "ignore"]
-_FILE = {"exists": True, "dir_okay": False}
+_KEY: Any = {"metavar": "KEY", "envvar": "LADE_API_KEY", "show_envvar": False}
 
 
 @grouped
 def serve(
     *,
-    host: Annotated[
-        str, _of_server(metavar="NAME", help="Address to listen at [127.0.0.1].")
-    ] = "127.0.0.1",
-    port: Annotated[int, _of_server(metavar="N", help="Port; 0 takes a free one [8000].")] = 8000,
-    api_key: Annotated[
-        list[str] | None,
-        _of_server(
-            metavar="KEY",
-            help="Key that requests need; or $LADE_API_KEY.",
-            envvar="LADE_API_KEY",
-            show_envvar=False,
-        ),
-    ] = None,
-    api_keys_file: Annotated[
-        Path | None,
-        _of_server(
-            help="Lines of KEY [pools=NAME,…] [admin] [alone]",
-            **_FILE,
-        ),
-    ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        _of_server(metavar="NAME", help="Accept this Host header, such as a proxy's."),
-    ] = None,
-    model_name: Annotated[
-        str | None, _of_server(metavar="NAME", help="The model's name in the API.")
-    ] = None,
-    max_batch_size: Annotated[
-        int, _of_server(metavar="N", help="Answer so many requests at once [16].")
-    ] = 16,
-    max_queue: Annotated[
-        int, _of_server(metavar="N", help="Let so many requests of a key wait [100].")
-    ] = 100,
-    max_prompt_tokens: Annotated[
-        int | None, _of_server(help="Longest prompt [the model's context].")
-    ] = None,
-    max_new_tokens: Annotated[int, _of_server(metavar="N", help="Longest answer [4096].")] = 4096,
-    timeout: Annotated[
-        float, _of_server(metavar="T", help="End a request after so many seconds [600].")
-    ] = 600.0,
-    grace_sec: Annotated[
-        float, _of_server(metavar="T", help="Seconds to finish answers at shutdown [30].")
-    ] = 30.0,
-    unknown_fields: Annotated[
-        _Unknown, _of_server(metavar="WHAT", help="Refuse or ignore unknown fields [refuse].")
-    ] = "refuse",
-    keeps: Annotated[
-        Path | None,
-        _of_drafting(
-            "--pools", metavar="FOLDER", help="Keep all users' pools in a folder.", file_okay=False
-        ),
-    ] = None,
-    share_pool: Annotated[
-        bool, _of_drafting("--share-pool", help="Share one pool among all requests.")
-    ] = False,
-    pool_memory_bytes: Annotated[
-        int, _of_drafting(metavar="N", help="Memory for pools [1 GiB].")
-    ] = 2**30,
-    max_prefix_bytes: Annotated[
-        int, _of_drafting(metavar="N", min=0, help="Memory for kept prefixes [1 GiB].")
-    ] = 2**30,
-    pool: Annotated[
-        list[Path] | None,
-        _of_drafting(help="Also draft from a pool file.", callback=check_pools, **_FILE),
-    ] = None,
-    corpus: Annotated[
-        list[str] | None,
-        _of_drafting(metavar="NAME=FILE", help="Pool file that requests may name."),
-    ] = None,
-    max_draft_tokens: Annotated[
-        int | None, _of_drafting(min=0, help="At most so many draft tokens a step.")
-    ] = None,
-    prewarm: Annotated[
-        bool, _of_drafting("--prewarm", help="Prewarm the model while idle.")
-    ] = False,
-    model: Annotated[
-        str | None, _of_model(metavar="ID", help="A Hugging Face id or a folder.")
-    ] = None,
-    device: Annotated[str | None, _of_model(metavar="NAME", help="cpu, cuda, cuda:1, …")] = None,
-    dtype: Annotated[
-        str | None, _of_model(metavar="NAME", help="float32, bfloat16, float16, …")
-    ] = None,
-    threads: Annotated[int | None, _of_model(help="CPU threads.")] = None,
-    trust_remote_code: Annotated[
-        bool, _of_model("--trust-remote-code", help="Run the model's own code.")
-    ] = False,
+    host: str = _of_server("127.0.0.1", metavar="NAME", help="Address to listen at [127.0.0.1]."),
+    port: int = _of_server(8000, help="Port; 0 takes a free one [8000]."),
+    api_key: list[str] | None = _of_server(
+        None, help="Key that requests need; or $LADE_API_KEY.", **_KEY
+    ),
+    api_keys_file: Path | None = _of_server(
+        None, help="Lines of KEY [pools=NAME,…] [admin] [alone]", **IS_FILE
+    ),
+    allowed_host: list[str] | None = _of_server(
+        None, metavar="NAME", help="Accept this Host header, such as a proxy's."
+    ),
+    model_name: str | None = _of_server(None, metavar="NAME", help="The model's name in the API."),
+    max_batch_size: int = _of_server(16, help="Answer so many requests at once [16]."),
+    max_queue: int = _of_server(100, help="Let so many requests of a key wait [100]."),
+    max_prompt_tokens: int | None = _of_server(None, help="Longest prompt [the model's context]."),
+    max_new_tokens: int = _of_server(4096, help="Longest answer [4096]."),
+    timeout: float = _of_server(600.0, help="End a request after so many seconds [600]."),
+    grace_sec: float = _of_server(30.0, help="Seconds to finish answers at shutdown [30]."),
+    unknown_fields: _Unknown = _of_server(
+        "refuse", metavar="WHAT", help="Refuse or ignore unknown fields [refuse]."
+    ),
+    pools: Path | None = _of_drafting(
+        None, metavar="FOLDER", help="Keep all users' pools in a folder.", file_okay=False
+    ),
+    share_pool: bool = _of_drafting(
+        False, "--share-pool", help="Share one pool among all requests."
+    ),
+    pool_memory_bytes: int = _of_drafting(2**30, help="Memory for pools [1 GiB]."),
+    max_prefix_bytes: int = _of_drafting(2**30, min=0, help="Memory for kept prefixes [1 GiB]."),
+    pool: list[Path] | None = _of_drafting(
+        None, help="Also draft from a pool file.", callback=check_pools, **IS_FILE
+    ),
+    corpus: list[str] | None = _of_drafting(
+        None, metavar="NAME=FILE", help="Pool file that requests may name."
+    ),
+    max_draft_tokens: int | None = _of_drafting(
+        None, min=0, help="At most so many draft tokens a step."
+    ),
+    prewarm: bool = _of_drafting(False, "--prewarm", help="Prewarm the model while idle."),
+    model: str | None = of_model(None, metavar="ID", help="A Hugging Face id or a folder."),
+    device: str | None = of_model(None, metavar="NAME", help="cpu, cuda, cuda:1, …"),
+    dtype: str | None = of_model(None, metavar="NAME", help="float32, bfloat16, float16, …"),
+    threads: int | None = of_model(None, help="CPU threads."),
+    trust_remote_code: bool = of_model(
+        False, "--trust-remote-code", help="Run the model's own code."
+    ),
 ) -> None:
     """Serve a model by an OpenAI-compatible API; each key and "user" has a pool."""
     if not 0 <= port < 2**16:
         raise UserError(f"expected a port of 0 to 65535, got {port}")
     _check_port(host, port)
-    if keeps is not None:
-        _check_folder(keeps)
+    if pools is not None:
+        _check_folder(pools)
     read_keys = partial(_keys_of, api_key or [], api_keys_file)
     from lade.apps.server.access import is_local
     from lade.apps.server.options import ServerOptions
@@ -138,7 +97,7 @@ def serve(
         is_for_one=is_local(host) and not keys,
         layers=pool or [],
         corpora=_corpora_of(corpus or []),
-        pools=keeps,
+        pools=pools,
         pool_memory_bytes=pool_memory_bytes,
         allowed_hosts=allowed_host or [],
         max_batch_size=max_batch_size,
@@ -151,7 +110,7 @@ def serve(
         prewarms=prewarm,
         config=Config(max_draft_tokens=max_draft_tokens, max_prefix_bytes=max_prefix_bytes),
     )
-    loaded = LoadOptions(device, dtype, threads, trust_remote_code).load(model)
+    loaded = LoadOptions(model, device, dtype, threads, trust_remote_code).load()
     _run(loaded, options, read_keys, host, port)
 
 

@@ -74,15 +74,6 @@ def test_demo_has_prompts_of_its_own(templated: Callable[[str], str]) -> None:
         assert f"{title} ─" in done.out
 
 
-def test_bench_measures_beside_busy_processes(folder: str, prompts: Path, tmp_path: Path) -> None:
-    done, results = measured(folder, tmp_path / "busy.json", "--prompts", prompts, "--busy")
-    assert done.code == 0
-    loads = {(each["method"], each["num_busy"]) for each in results["loads"]}
-    assert loads >= {(method, num) for method in ("plain", "lade") for num in (0, 1)}
-    assert all(each["tokens_per_cpu_sec"] > 0 for each in results["loads"])
-    assert re.search(r"^ *lade +\d+ +1 +\d+\.\d +\d+\.\d *$", done.out, re.MULTILINE)
-
-
 def test_bench_shows_what_the_budget_chose_where_that_is_asked_for(
     folder: str, prompts: Path, tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def test_version_and_completion() -> None:
         (["--debug", "pool", "build"], "Missing argument"),
         (["serve", "--max-prefix-bytes", "-1"], "greater than or equal to 0"),
         (["serve", "--unknown-fields", "maybe"], "not one of 'refuse', 'ignore'"),
+        (["generate", "x", "--seed", str(2**63)], "less than or equal to 9223372036854775807"),
         (["generate", "x", "--top-p", "1.5"], "Input should be less than or equal to 1"),
         (["pool", "build", "/", "--out", "a", "--capacity-tokens", "9" * 12], "equal to 536870912"),
     ],
@@ -97,7 +98,6 @@ def test_unknown_words_are_told_with_what_there_is(arguments: list[str], said: s
         ),
         (["generate", "x", "--device", "gpu"], "got 'gpu'; did you mean cuda?"),
         (["generate", "x", "--device", "GPU:1"], "got 'GPU:1'; did you mean cuda:1?"),
-        (["generate", "x", "--seed", str(2**63)], "expected a seed below 2**63, got 92233720"),
         (["generate", "x", "--threads", "99999"], "expected 1 to 1024 threads, got 99999"),
         *(
             (["generate", "x", "--model", name], f"no such folder: {name}")
