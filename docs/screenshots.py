@@ -43,7 +43,6 @@ def terminal() -> None:
         console.print(Text.assemble((PROMPT, "bold"), line))
         chat.take(line)
     console.print(Text(PROMPT, style="bold"))
-    console.print(Text(chat.status(), style="dim"))
     IMAGES.mkdir(exist_ok=True)
     (IMAGES / "chat.svg").write_text(
         console.export_svg(

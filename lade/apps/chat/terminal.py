@@ -15,16 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import (
-    Completer,
-    NestedCompleter,
-    PathCompleter,
-    WordCompleter,
-    merge_completers,
-)
+from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.history import FileHistory, History
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-from prompt_toolkit.styles import Style
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -34,12 +27,9 @@ from lade.apps.chat.conversation import Conversation, Turn
 from lade.apps.chat.pieces import Piece
 from lade.apps.chat.view import DRAFTED, AnswerView
 from lade.errors import ContextLengthError, UserError, in_one_line
-from lade.models.prompts import num_positions
 from lade.models.stream import without_controls
 
 PROMPT = "> "
-_CONTINUED = "  "
-_STYLE = Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack", "prompt": "bold"})
 _COMMAND = re.compile(r"/([A-Za-z]+)(?:\s+(.*))?", re.DOTALL)
 
 # By name: the argument and the purpose of a command.
@@ -302,18 +292,6 @@ class Terminal:
 
     # --- lines --------------------------------------------------------------------------------
 
-    def status(self) -> str:
-        """Return the line at the bottom of the window."""
-        loaded, turn = self.conversation.loaded, self.conversation.turn
-        name = Path(loaded.name).name
-        if turn is None:
-            return name
-        limit, used = num_positions(loaded.model), len(turn.prompt_ids) + len(turn.token_ids)
-        context = f"context {used:,}" + (f" of {limit:,}" if limit else "")
-        speed = f"{turn.tokens_per_sec:.1f} tokens a second"
-        speed += f" · {turn.mean_accepted_tokens:.2f} tokens a step"
-        return f"{speed} · {context} · {name}"
-
     def _say(self, text: str) -> None:
         self.console.print(Text(without_controls(text), style="dim"))
 
@@ -324,25 +302,15 @@ class Terminal:
         self.console.print(Text(text, style="red"))
 
     def _session(self) -> "PromptSession[str]":
+        purposes = {f"/{name}": purpose for name, (_, purpose) in _COMMANDS.items()}
         return PromptSession(
-            [("class:prompt", PROMPT)],
+            [("bold", PROMPT)],
             history=self._history,
-            prompt_continuation=_CONTINUED,
+            prompt_continuation=" " * len(PROMPT),
             key_bindings=_key_bindings(),
-            completer=_completer(),
+            completer=WordCompleter([*purposes], meta_dict=purposes, sentence=True),
             complete_while_typing=False,
-            bottom_toolbar=self.status,
-            style=_STYLE,
         )
-
-
-def _completer() -> Completer:
-    """Return a completer of commands, and of files where a command takes one."""
-    purposes = {f"/{name}": purpose for name, (_, purpose) in _COMMANDS.items()}
-    commands = WordCompleter([*purposes], meta_dict=purposes, sentence=True)
-    path = PathCompleter(expanduser=True)
-    files = NestedCompleter({"/save": path, "/load": path})
-    return merge_completers([commands, files], deduplicate=True)
 
 
 def _key_bindings() -> KeyBindings:

@@ -81,12 +81,8 @@ def test_ctrl_c_clears_what_is_typed_and_leaves_the_second_time(chat: Begin, pat
         assert "10 tokens" not in chat(f"{leave}\r", "never\r").shown
 
 
-def test_commands_and_files_are_completed(chat: Begin, tmp_path: Path) -> None:
-    (tmp_path / "mine.json").write_text("{}")
-    keys = ("/tempe", "\t", " 0.5\r", f"/load {tmp_path}/mi", "\t", "\r", CTRL_D)
-    got = chat(*keys, pause=0.5)
-    assert "Temperature 0.5." in got.shown
-    assert "mine.json:'system'" in "".join(got.shown.split())
+def test_commands_are_completed(chat: Begin) -> None:
+    assert "Temperature 0.5." in chat("/tempe", "\t", " 0.5\r", CTRL_D, pause=0.5).shown
 
 
 @pytest.mark.parametrize("num_times", [1, 2])
