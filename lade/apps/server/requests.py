@@ -262,15 +262,12 @@ class Completion(Asked):
         Field(min_length=1, max_length=MOST_ANSWERS, fail_fast=True),
         BeforeValidator(lambda value: value if _are_several(value) else [value]),
     ]
-    max_tokens: Annotated[int | None, Field(ge=0), _unless_open] = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: Literal[1] | None = None
-    echo: bool | None = None
+    echo: Literal[False] | None = None
 
     @model_validator(mode="after")
-    def _has_an_end(self) -> Self:
-        if self.max_tokens == 0 and not self.echo:
-            raise wrong("max_tokens", "expected at least 1, or echo")
+    def _has_few(self) -> Self:
         if len(self.prompt) * (self.n or 1) > MOST_ANSWERS:
             raise wrong("n", f"expected at most {MOST_ANSWERS} answers to all prompts together")
         return self
@@ -351,10 +348,11 @@ def _taken_out(part: Any, place: str = "") -> Iterator[tuple[str, bool]]:
             yield from _taken_out(each, f"{place}{index}.")
     elif isinstance(part, _Strict):
         others = part.model_extra or {}
+        is_templates = isinstance(part, Message)  # the chat template decides about its fields
         for name, value in [*part]:
             is_known = name in part.without_effect
-            if (value if is_known else name in others) and not isinstance(part, Message):
+            if (value if is_known else name in others) and not is_templates:
                 yield f"{place}{name}", is_known
             yield from _taken_out(value, f"{place}{name}.")
-        if not isinstance(part, Message):  # the chat template decides about their fields
+        if not is_templates:
             others.clear()
