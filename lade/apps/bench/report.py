@@ -1,6 +1,6 @@
 """Results as a table for a terminal, by category."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from rich import box
@@ -8,7 +8,6 @@ from rich.table import Table
 from rich.text import Text
 
 from lade.apps.bench.run import Result, Summary, summarise
-from lade.stats import WidthStats
 
 _COLUMNS = ("tokens/s", "speed-up", "MAT", "draft tokens /step", "same text", "accepted")
 
@@ -86,20 +85,4 @@ def table(
                 *("" if s is None else f"{s:.0%}" for s in (each.same_text, each.acceptance_rate)),
             )
         made.add_section()
-    return made
-
-
-def budget_table(widths: Mapping[int, WidthStats]) -> Table:
-    """Return a table of how many draft tokens the budget chose, and what it expected of others."""
-    num_steps = sum(each.num_steps for each in widths.values())
-    made = empty_table(
-        "What the budget of lade chose, by number of draft tokens",
-        "tokens/s: expected if every step had verified so many",
-    )
-    for heading in ("draft tokens", "steps", "ms of a step", "tokens/s"):
-        made.add_column(heading, justify="right")
-    for width, each in sorted(widths.items()):
-        msec = 1000 * each.sec / num_steps
-        values = f"{each.num_steps}", f"{msec:.1f}", f"{each.tokens_per_sec:.1f}"
-        made.add_row(str(width), *values)
     return made

@@ -186,12 +186,6 @@ def bench(
     max_new_tokens: MaxNewTokensOption = 128,
     loading: LoadOptions,
     temperature: TemperatureOption = 0.0,
-    budget: bool = typer.Option(
-        False,
-        "--budget",
-        help="Show how many draft tokens lade verified, and the speed it expected of other "
-        "numbers.",
-    ),
     json: JsonOption = None,
 ) -> None:
     """Compare lade with plain generate and with transformers' prompt lookup, on your prompts.
@@ -213,7 +207,7 @@ def bench(
     loaded = loading.load()
     from lade.apps.cli.bench import compare  # imports torch, in silence
 
-    compare(loaded, chosen, settings, json, shows_budget=budget)
+    compare(loaded, chosen, settings, json)
 
 
 @app.command(rich_help_panel=_PREPARE)

@@ -20,8 +20,8 @@ from lade._version import __version__
 from lade.apps.bench.comparison import Side, compared, why_different
 from lade.apps.bench.methods import METHODS, Answer, Lade, Method, plain, prompt_lookup
 from lade.apps.bench.prompts import Prompt
-from lade.apps.bench.report import budget_table, groups, table
-from lade.apps.bench.run import Contest, Result, stats_of, summarise, warm_up
+from lade.apps.bench.report import groups, table
+from lade.apps.bench.run import Contest, Result, summarise, warm_up
 from lade.apps.chat.view import DRAFTED, AnswerView
 from lade.apps.cli.loading import bar, check, console, working
 from lade.apps.cli.prewarm import note_missing_table
@@ -47,14 +47,9 @@ _LABELS = {
 
 
 def compare(
-    loaded: LoadedModel,
-    prompts: Sequence[Prompt],
-    settings: Settings,
-    file: Path | None,
-    *,
-    shows_budget: bool = False,
+    loaded: LoadedModel, prompts: Sequence[Prompt], settings: Settings, file: Path | None
 ) -> None:
-    """Run every method of `lade bench`; on request, also show what the budget chose."""
+    """Run every method of `lade bench`."""
     out, results = Console(highlight=False), list[Result]()
     inputs = encode_prompts(loaded, [each.text for each in prompts], settings.max_new_tokens)
     stopped: KeyboardInterrupt | None = None
@@ -75,9 +70,6 @@ def compare(
         note_missing_table(loaded)
     caption = f"verification: {verification}"
     out.print(table(results, [*METHODS], settings.describe(), caption), crop=False)
-    if shows_budget:
-        widths = stats_of(result.answers["lade"] for result in results).widths
-        out.print(budget_table(widths), crop=False)
     if file is not None:
         summary = {
             group: {name: summarise(part, name)._asdict() for name in METHODS}

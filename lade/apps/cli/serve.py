@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -81,14 +80,14 @@ def serve(
     """Serve a model by an OpenAI-compatible API; each key and "user" has a pool."""
     if not 0 <= port < 2**16:
         raise UserError(f"expected a port of 0 to 65535, got {port}")
-    _check_port(host, port)
     if pools is not None:
         _check_folder(pools)
     read_keys = partial(_keys_of, api_key or [], api_keys_file)
-    from lade.apps.server.access import is_local
+    from lade.apps.server.access import bound, is_local
     from lade.apps.server.options import ServerOptions
     from lade.config import Config  # imports torch
 
+    bound(host, port).close()  # an error comes before a model is loaded
     keys = read_keys()
     options = ServerOptions(
         model_name=model_name,
@@ -112,27 +111,6 @@ def serve(
     )
     loaded = LoadOptions(model, device, dtype, threads, trust_remote_code).load()
     _run(loaded, options, read_keys, host, port)
-
-
-def _check_port(host: str, port: int) -> None:
-    """Raise if a port is taken; 0 takes a free one.
-
-    Raises:
-        UserError: another program listens there, or the address is none of this machine.
-    """
-    if not host:  # which would let everybody in
-        raise UserError("expected an address to listen at, got ''")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
-        try:
-            listener.bind((host, port))
-        except socket.gaierror as error:
-            raise UserError(f"cannot listen at {host}: {error.strerror}") from None
-        except OSError as error:
-            raise UserError(
-                f"cannot listen at {host}:{port}: {error.strerror}; --port names another port"
-            ) from None
 
 
 def _keys_of(keys: Sequence[str], path: Path | None) -> list[str]:

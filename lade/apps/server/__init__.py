@@ -4,26 +4,10 @@
 `limits.py`, `inference.py` and `answers.py`, in this order.
 """
 
-from importlib import metadata
-
-from packaging.version import Version
+from importlib.util import find_spec
 
 from lade.errors import MissingExtraError
 
-#: The packages of the extra `serve`, and the oldest release of each.
-NEEDED = {"llguidance": "1.7", "prometheus-client": "0.20", "pydantic": "2.10"}
-NEEDED |= {"starlette": "0.40", "uvicorn": "0.30"}
-
-
-def _check(name: str, least: str) -> None:
-    """Raise if a package is missing or too old: at the start, and not when a request needs it."""
-    try:
-        found = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        raise MissingExtraError(name, "serve") from None
-    if Version(found) < Version(least):
-        raise MissingExtraError(name, "serve", f"{least} or newer, but {found} is installed")
-
-
-for _name, _least in NEEDED.items():
-    _check(_name, _least)
+for _name in ("llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"):
+    if find_spec(_name) is None:  # told at the start, and not when a request needs it
+        raise MissingExtraError(_name, "serve")

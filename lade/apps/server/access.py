@@ -1,13 +1,28 @@
-"""Who may ask, and by which name of the server: API keys, addresses, host names, fair shares."""
+"""Who asks: API keys and their rights, host names, addresses; whose pool a request has."""
 
+import hashlib
+import json
+import os
 import re
-from collections import Counter
+import socket
 from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from ipaddress import ip_address, ip_network
-from typing import Any, NamedTuple
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lade.apps.server.errors import ApiError
+from lade.apps.server.requests import Asked
 from lade.errors import UserError
+from lade.hf.pool_files import fingerprint_of_tokenizer, load_pool
+from lade.hf.pools import AnyPool, Pools
+from lade.models.loading import LoadedModel
+from lade.prewarming.fingerprint import fingerprint_of
+from ngram_pool import PoolStore
+
+if TYPE_CHECKING:
+    from lade.apps.server.options import ServerOptions
 
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
@@ -78,30 +93,6 @@ def _owner_of(line: str, number: int) -> KeyOwner:
     return KeyOwner(key, None if "*" in corpora else corpora, "admin" in rights, "alone" in rights)
 
 
-class Shares:
-    """Counts a limited resource, for all keys together and for each key."""
-
-    def __init__(self, most: int, most_of_key: int) -> None:
-        self._most, self._most_of_key = most, most_of_key
-        self._taken: Counter[str] = Counter()
-        self._num_taken = 0
-
-    def take(self, key: str, number: int = 1) -> bool:
-        """Take some of it; return whether as much was free."""
-        of_key, of_all = self._taken[key] + number, self._num_taken + number
-        if of_all > self._most or of_key > self._most_of_key:
-            return False
-        self._taken[key], self._num_taken = of_key, of_all
-        return True
-
-    def give(self, key: str, number: int = 1) -> None:
-        """Give some of it back."""
-        self._num_taken -= number
-        self._taken[key] -= number
-        if not self._taken[key]:
-            del self._taken[key]
-
-
 def origin_of(peer: Sequence[Any] | None) -> str:
     """Return the address of a client, of IPv6 its /64 network, for limits without keys.
 
@@ -122,6 +113,28 @@ def is_local(address: str) -> bool:
         return ip_address(address).is_loopback
     except ValueError:
         return False
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket at an address and port, 0 for a free one; it does not listen yet.
+
+    Raises:
+        UserError: another program listens there, or the address is none of this machine.
+    """
+    if not host:  # which would let everybody in
+        raise UserError("expected an address to listen at, got ''")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family)
+    try:
+        if os.name == "posix":  # elsewhere, two programs could listen
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise UserError(f"cannot listen at {host}:{port}: {error.strerror}") from None
+    return made
 
 
 def names_of(address: str, more: Iterable[str] = ()) -> Container[str] | None:
@@ -146,3 +159,71 @@ def is_known(header: str, names: Container[str] | None) -> bool:
         return True
     end = header.find("]") + 1 if header.startswith("[") else header.find(":")
     return (header if end < 0 else header[:end]).lower() in names
+
+
+# --- pools ----------------------------------------------------------------------------------
+
+
+class UserPools:
+    """A pool for each user, layers for all requests, and corpora that requests choose.
+
+    Pools of another tokenizer have a folder of their own.
+
+    Raises:
+        OSError, ngram_pool.PoolFileError: a folder or a layer cannot be used.
+    """
+
+    def __init__(self, loaded: LoadedModel, options: "ServerOptions") -> None:
+        self._shares, self._is_for_one = options.shares_pool, options.is_for_one
+        self._stack = ExitStack()
+        folder = options.pools
+        if folder is None:
+            made = TemporaryDirectory(prefix="lade-pools-", ignore_cleanup_errors=True)
+            folder = Path(self._stack.enter_context(made))
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tokenizer, model = loaded.tokenizer, loaded.model
+        fingerprint = fingerprint_of_tokenizer(tokenizer)
+        self.store = PoolStore(
+            folder / fingerprint,
+            options.pool_memory_bytes,
+            options.pool_disk_bytes,
+            options.save_every_sec if options.pools else float("inf"),
+            tokenizer=fingerprint,
+            model=fingerprint_of(model) or "",
+        )
+
+        def read(path: Path) -> AnyPool:
+            return load_pool(path, tokenizer=tokenizer, model=model, read_only=True)
+
+        self._layers = [*map(read, dict.fromkeys(path.resolve() for path in options.layers))]
+        self._corpora = {name: read(path) for name, path in options.corpora.items()}
+
+    def of(self, owner: KeyOwner, asked: Asked) -> tuple[Pools | None, str]:
+        """Return the pools of a request, and the name of its user's pool and kept prefixes.
+
+        The name is "", and the pool ends with the request, if the request names no user on a server
+        of several users, or if its key is `alone`.
+
+        Raises:
+            ApiError: a corpus does not exist, or the key may not use it.
+        """
+        chosen = [*dict.fromkeys(asked.pools or ())]
+        for name in chosen:
+            is_allowed = owner.corpora is None or name in owner.corpora
+            if not is_allowed or name not in self._corpora:  # the error does not say which
+                message = f"expected pools that this key may draft from, got {name!r}"
+                raise ApiError(404, message, param="pools", code="pool_not_found")
+        layers = [*map(self._corpora.__getitem__, chosen), *self._layers]
+        key, user, salt = owner.key, asked.user, asked.cache_salt
+        knows_who = self._shares or self._is_for_one or key
+        is_nobody = not knows_who and user is None and salt is None
+        if is_nobody or owner.is_alone:
+            return layers or None, ""
+        who = json.dumps([key, user, salt]).encode()
+        name = "shared" if self._shares else hashlib.sha256(who).hexdigest()  # hides who it is
+        return [self.store.named(name), *layers], name
+
+    def close(self) -> None:
+        """Save all pools, or remove them if they are in a temporary folder."""
+        with self._stack:
+            self.store.close()

@@ -5,7 +5,6 @@ Begin here. Next file: `routes.py`, which receives requests.
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import threading
@@ -17,7 +16,7 @@ from typing import Any, Self
 
 import uvicorn
 
-from lade.apps.server.access import names_of
+from lade.apps.server.access import bound, names_of
 from lade.apps.server.options import ServerOptions
 from lade.apps.server.routes import Routes
 from lade.batcher import Batcher
@@ -49,9 +48,9 @@ class Server(uvicorn.Server):
         port: port to listen at; 0 for a free one.
 
     Raises:
-        OSError: the address is taken, or a folder cannot be used.
+        OSError: a folder cannot be used.
         ngram_pool.PoolFileError: a layer is no pool, or one of another tokenizer.
-        UserError: the tokenizer is not a fast one.
+        UserError: the address is taken, or the tokenizer is not a fast one.
     """
 
     def __init__(
@@ -71,14 +70,8 @@ class Server(uvicorn.Server):
         loaded = loaded._replace(name=self.name)
         self._grace_sec, self._thread = options.grace_sec, threading.Thread(target=self._run)
         with ExitStack() as stack:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
             # Listen only when requests can be answered.
-            self._socket = stack.enter_context(socket.socket(family))
-            if os.name == "posix":
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            self._socket.bind((host, port))
+            self._socket = stack.enter_context(bound(host, port))
             sizes = options.max_batch_size, options.max_batch_tokens
             batcher = Batcher(loaded.model, max_batch_size=sizes[0], max_batch_tokens=sizes[1])
             batcher.run(partial(warm_up, loaded.model, num_rows=2, config=options.config))

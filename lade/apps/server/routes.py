@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lade.apps.server import exchange as exchanges
-from lade.apps.server.access import ApiKeys, KeyOwner, Shares, is_known, origin_of
+from lade.apps.server.access import ApiKeys, KeyOwner, UserPools, is_known, origin_of
 from lade.apps.server.answers import events, whole
 from lade.apps.server.errors import ApiError, failed
 from lade.apps.server.exchange import Exchange
@@ -31,7 +31,6 @@ from lade.apps.server.limits import Preparing
 from lade.apps.server.metrics import Metrics
 from lade.apps.server.options import ServerOptions
 from lade.apps.server.requests import Asked, Chat, Completion, read
-from lade.apps.server.users import UserPools
 from lade.engine.engine import Engine
 from lade.models.loading import LoadedModel
 from lade.probing.profile import Profiles, computing
@@ -72,8 +71,6 @@ class Routes:
         prefixes = Profiles.of(computing(loaded.model)).prefixes
         self._metrics = Metrics(name, engine, self.pools.store, prefixes)
         self._workers, self._lookers = _Workers(4, 2), _Workers(1, 1)  # for schemas
-        most = options.max_body_bytes
-        self._bytes = Shares(_MAX_BODIES * most, _MAX_BODIES_OF_KEY * most)
         self._open: set[Exchange] = set()
         model = {"id": name, "object": "model", "created": int(time()), "owned_by": "lade"}
 
@@ -153,7 +150,7 @@ class Routes:
             await self._prepared(kind, exchange, data)
             del data
             await self._begin(exchange)
-            self._let_go(exchange)
+            exchange.num_held = 0
             named = {"x-request-id": exchange.request.request_id}
             if ignored := exchange.request.without_effect:
                 named["x-without-effect"] = ignored
@@ -196,11 +193,9 @@ class Routes:
                 async for piece in request.stream():
                     exchange.check()
                     if piece and len(data) <= most:
-                        if not self._bytes.take(exchange.request.of_whom, len(piece)):
-                            message = "other requests hold too much memory; try again later"
-                            raise ApiError(429, message, code="queue_full")
-                        exchange.num_held += len(piece)
                         data += piece
+                        exchange.num_held = len(data)
+                        self._check_memory(exchange.request.of_whom)
         except ClientDisconnect:
             raise _left() from None
         except TimeoutError:
@@ -209,6 +204,15 @@ class Routes:
             raise ApiError(413, f"expected a body of at most {most} bytes", code="too_large")
         exchange.check()
         return data
+
+    def _check_memory(self, of_whom: str) -> None:
+        """Refuse a body if all bodies, or those of one key, take too much memory."""
+        most = self._options.max_body_bytes
+        of_key = sum(each.num_held for each in self._open if each.request.of_whom == of_whom)
+        of_all = sum(each.num_held for each in self._open)
+        if of_key > _MAX_BODIES_OF_KEY * most or of_all > _MAX_BODIES * most:
+            message = "other requests hold too much memory; try again later"
+            raise ApiError(429, message, code="queue_full")
 
     async def _prepared(self, kind: type[Asked], exchange: Exchange, data: bytearray) -> None:
         """Read and check a request, and make its prompts, pools and grammar, before its turn."""
@@ -248,13 +252,7 @@ class Routes:
         if await exchange.choices.get() is None:  # ended before its turn
             exchange.check()
 
-    def _let_go(self, exchange: Exchange) -> None:
-        """Give back the memory of a request's body."""
-        self._bytes.give(exchange.request.of_whom, exchange.num_held)
-        exchange.num_held = 0
-
     def _over(self, exchange: Exchange) -> None:
-        self._let_go(exchange)
         self._open.discard(exchange)
         self._metrics.count(exchange)
 

@@ -74,18 +74,6 @@ def test_demo_has_prompts_of_its_own(templated: Callable[[str], str]) -> None:
         assert f"{title} ─" in done.out
 
 
-def test_bench_shows_what_the_budget_chose_where_that_is_asked_for(
-    folder: str, prompts: Path, tmp_path: Path
-) -> None:
-    options = "--prompts", prompts, "--max-new-tokens", 24
-    done, _ = measured(folder, tmp_path / "x.json", *options, "--budget")
-    table = done.out.split("What the budget of lade chose")[1]
-    rows = [row.split() for row in table.splitlines() if re.match(r" *[0-9]+ ", row)]
-    assert [int(row[0]) for row in rows] == [0, 1, 3, 5, 7, 11, 15, 23, 31, 47, 63]
-    assert sum(int(row[1]) for row in rows) > 0
-    assert all(float(row[2]) > 0 for row in rows)
-
-
 def test_bench_prints_a_table_and_writes_everything(
     folder: str, prompts: Path, tmp_path: Path
 ) -> None:
