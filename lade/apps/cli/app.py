@@ -19,8 +19,12 @@ from lade.apps.cli.options import (
     SamplingOptions,
     SystemOption,
     TemperatureOption,
+    check_text,
     grouped,
     of_drafting,
+    read_prediction,
+    read_prompt,
+    read_typed,
 )
 from lade.apps.cli.pool import app as pool
 from lade.apps.cli.serve import serve
@@ -62,14 +66,19 @@ def root(
 @grouped
 def generate(
     *,
-    prompt: str = typer.Argument(metavar="PROMPT", help="What to ask; - reads standard input."),
+    prompt: str = typer.Argument(
+        metavar="PROMPT", help="What to ask; - reads standard input.", callback=read_prompt
+    ),
     max_new_tokens: MaxNewTokensOption = 256,
     system: SystemOption = None,
     raw: bool = typer.Option(
         False, "--raw", help="Continue the prompt as it is, without the model's chat template."
     ),
     stop: list[str] | None = typer.Option(
-        None, metavar="TEXT", help="End the answer with this text; may be repeated."
+        None,
+        metavar="TEXT",
+        help="End the answer with this text; may be repeated.",
+        callback=read_typed,
     ),
     loading: LoadOptions,
     sampling: SamplingOptions,
@@ -82,28 +91,18 @@ def generate(
     ),
 ) -> None:
     """Answer one prompt; the text appears as it is generated."""
-    from lade.apps.cli.prompting import (
-        check_text,
-        encode_prompt,
-        read_prediction,
-        read_prompt,
-        read_typed,
-    )
-
     if system is not None and raw:
         raise UserError("expected --system or --raw, got both: a raw prompt has no system prompt")
-    system = None if system is None else read_typed(system)
-    text, stops = read_prompt(prompt), [*map(read_typed, stop or [])]
-    check_text(text, is_raw=raw)
-    if "" in stops:
+    check_text(prompt, is_raw=raw)
+    if "" in (stop or []):
         raise UserError("expected each --stop to be a text of one character or more, got ''")
-    predicted = None if prediction is None else read_prediction(prediction)
-    settings = sampling.settings(max_new_tokens)
+    predicted, settings = read_prediction(prediction), sampling.settings(max_new_tokens)
     loaded = loading.load()
     from lade.apps.cli.generate import run  # imports transformers; wrong names fail before that
+    from lade.apps.cli.prompting import encode_prompt
 
-    inputs = encode_prompt(loaded, text, system=system, is_raw=raw)
-    run(inputs, stops, loaded, settings, drafting, predicted)
+    inputs = encode_prompt(loaded, prompt, system=system, is_raw=raw)
+    run(inputs, stop or [], loaded, settings, drafting, predicted)
 
 
 @app.command(rich_help_panel=_USE)
@@ -127,13 +126,10 @@ def chat(
     Answers appear as they come, with their speed. /help lists the commands, such as /plain, which
     compares lade with plain generate.
     """
-    from lade.apps.cli.prompting import read_typed
-
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError(
             "expected a terminal to chat in; lade generate - answers a question from a pipe or file"
         )
-    system = None if system is None else read_typed(system)
     settings = sampling.settings(max_new_tokens)
     loaded = loading.load()
     from lade.apps.cli.generate import run_chat
@@ -150,7 +146,10 @@ def demo(
     *,
     max_new_tokens: MaxNewTokensOption = 128,
     prompt: list[str] | None = typer.Option(
-        None, metavar="TEXT", help="Use this prompt instead of the six; may be repeated."
+        None,
+        metavar="TEXT",
+        help="Use this prompt instead of the six; may be repeated.",
+        callback=read_typed,
     ),
     loading: LoadOptions,
 ) -> None:
@@ -161,16 +160,16 @@ def demo(
     lade bench, and you read along.
     """
     from lade.apps.bench.prompts import DEMO_PROMPTS, Prompt, read_prompts
-    from lade.apps.cli.prompting import check_text, read_typed
 
     titles = [f"prompt {number}" for number in range(1, len(prompt or []) + 1)]
-    prompts = [*map(Prompt, titles, titles, map(read_typed, prompt or []))]
+    prompts = [*map(Prompt, titles, titles, prompt or [])]
     for each in prompts:
         check_text(each.text)
     loaded = loading.load()
-    from lade.apps.cli.bench import demonstrate  # imports torch, in silence
+    from lade.apps.cli.bench import compare  # imports torch, in silence
 
-    demonstrate(loaded, prompts or read_prompts(DEMO_PROMPTS), Settings(max_new_tokens))
+    chosen = prompts or read_prompts(DEMO_PROMPTS)
+    compare(loaded, chosen, Settings(max_new_tokens), is_demo=True)
 
 
 @app.command(rich_help_panel=_MEASURE)

@@ -44,10 +44,11 @@ def working(what: str) -> Iterator[None]:
         yield
 
 
-def bar(*columns: ProgressColumn) -> Progress:
+def bar(*columns: ProgressColumn, is_shown: bool = True) -> Progress:
     """Return a progress bar that disappears at its end: a task, its share, and more columns."""
     shown = (TextColumn("{task.description}"), BarColumn(), *columns)
-    return Progress(*shown, console=console, transient=True, disable=not console.is_terminal)
+    is_hidden = not (is_shown and console.is_terminal)
+    return Progress(*shown, console=console, transient=True, disable=is_hidden)
 
 
 @contextmanager

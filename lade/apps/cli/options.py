@@ -4,6 +4,7 @@ Metavars are short, so that help texts fit on a terminal of 80 columns.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
@@ -126,12 +127,68 @@ class LoadOptions:
             return load(how.pop("model"), **how, progress=tell)
 
 
+# --- texts, read before any work --------------------------------------------------------------
+
+
+def read_prompt(argument: str) -> str:
+    """Return a prompt, read from standard input if the argument is `-`; as `read_typed`."""
+    if argument == "-":
+        return _decoded(sys.stdin.buffer.read(), "on standard input").replace("\r\n", "\n")
+    return _typed(argument)
+
+
+def read_typed(typed: Any) -> Any:
+    """Return a text given on the command line, or several, or None.
+
+    Raises:
+        UserError: one is not UTF-8.
+    """
+    return [*map(_typed, typed)] if isinstance(typed, list) else typed and _typed(typed)
+
+
+def read_prediction(path: Path | None) -> str | None:
+    """Return the prediction in a file, without the line break at its end.
+
+    Raises:
+        OSError, UserError: the file cannot be read, is not UTF-8, or has no text.
+    """
+    if path is None:
+        return None
+    text = _decoded(path.read_bytes(), f"in {path}").replace("\r\n", "\n").removesuffix("\n")
+    if not text:
+        raise UserError(f"expected a prediction in {path}, got no text")
+    return text
+
+
+def _typed(text: str) -> str:
+    # Bytes that are not UTF-8 arrive as surrogates, which no tokenizer knows.
+    return _decoded(text.encode(errors="surrogateescape"), "as prompt")
+
+
+def _decoded(data: bytes, where: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"expected UTF-8 {where}, got byte 0x{data[error.start]:02x} after {error.start} bytes"
+        ) from None
+
+
+def check_text(text: str, *, is_raw: bool = False) -> None:
+    """Raise a `UserError` for a prompt that has nothing to say, before a model is loaded."""
+    if not (text if is_raw else text.strip()):
+        raise UserError("the prompt is empty")
+
+
 # --- the answer -----------------------------------------------------------------------------
 
 MaxNewTokensOption = Annotated[
     int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")
 ]
-SystemOption = Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")]
+SystemOption = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="System prompt.", callback=read_typed),
+]
 TemperatureOption = Annotated[
     float,
     _of_sampling(

@@ -1,58 +1,13 @@
-"""Read and encode the user's prompts, and check them against the model's positions."""
+"""Encode the user's prompts, and check them against the model's positions."""
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from lade.apps.cli.loading import note
+from lade.apps.cli.options import check_text
 from lade.errors import UserError
 from lade.models.loading import LoadedModel
 from lade.models.prompts import check_system, encode_messages, num_tokens_after
-
-
-def read_prompt(argument: str) -> str:
-    """Return a prompt, read from standard input if the argument is `-`; as `read_typed`."""
-    if argument == "-":
-        return _decoded(sys.stdin.buffer.read(), "on standard input").replace("\r\n", "\n")
-    return read_typed(argument)
-
-
-def read_prediction(path: Path) -> str:
-    """Return the prediction in a file, without the line break at its end.
-
-    Raises:
-        OSError, UserError: the file cannot be read, is not UTF-8, or has no text.
-    """
-    text = _decoded(path.read_bytes(), f"in {path}").replace("\r\n", "\n").removesuffix("\n")
-    if not text:
-        raise UserError(f"expected a prediction in {path}, got no text")
-    return text
-
-
-def read_typed(argument: str) -> str:
-    """Return a text given on the command line.
-
-    Raises:
-        UserError: it is not UTF-8.
-    """
-    # Bytes that are not UTF-8 arrive as surrogates, which no tokenizer knows.
-    return _decoded(argument.encode(errors="surrogateescape"), "as prompt")
-
-
-def _decoded(data: bytes, where: str) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"expected UTF-8 {where}, got byte 0x{data[error.start]:02x} after {error.start} bytes"
-        ) from None
-
-
-def check_text(text: str, *, is_raw: bool = False) -> None:
-    """Raise a `UserError` for a prompt that has nothing to say, before a model is loaded."""
-    if not (text if is_raw else text.strip()):
-        raise UserError("the prompt is empty")
 
 
 def encode_prompt(
