@@ -31,7 +31,7 @@ from lade.apps.bench.methods import Method, plain
 from lade.apps.bench.prompts import Prompt
 from lade.apps.bench.report import LOOPS, OVERALL, groups
 from lade.apps.cli.bench import describe_model
-from lade.apps.cli.prompting import encode_prompts
+from lade.apps.cli.generate import encode_prompts
 from lade.config import Config
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings

@@ -27,7 +27,7 @@ from benchmarks.prompts import Chosen
 from benchmarks.report import progress_bar, share_text, sheet, show, speedup_text
 from lade.apps.bench.methods import new_rows
 from lade.apps.cli.bench import describe_model
-from lade.apps.cli.prompting import encode_prompts
+from lade.apps.cli.generate import encode_prompts
 from lade.models import LoadedModel, encode
 from lade.models.gguf import gguf_in
 from lade.models.settings import Settings

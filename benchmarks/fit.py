@@ -19,8 +19,8 @@ from benchmarks.report import progress_bar, show
 from lade.apps.bench.methods import Lade
 from lade.apps.bench.prompts import Prompt
 from lade.apps.cli.bench import describe_model
+from lade.apps.cli.generate import encode_prompts
 from lade.apps.cli.loading import console
-from lade.apps.cli.prompting import encode_prompts
 from lade.config import Config
 from lade.drafting.sources import PoolDrafter
 from lade.drafting.successors import Successors

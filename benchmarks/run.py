@@ -19,8 +19,8 @@ from lade.apps.bench.prompts import Prompt
 from lade.apps.bench.report import groups, table
 from lade.apps.bench.run import Contest, Result, Summary, summarise
 from lade.apps.cli.bench import describe_model
+from lade.apps.cli.generate import encode_prompts
 from lade.apps.cli.options import DraftOptions
-from lade.apps.cli.prompting import encode_prompts
 from lade.errors import UserError
 from lade.models.loading import LoadedModel
 from lade.models.prompts import encode

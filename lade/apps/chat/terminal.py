@@ -111,7 +111,6 @@ class Terminal:
         if not self.conversation.loaded.tokenizer.chat_template:
             self._say(f"{name} has no chat template: it goes on with the text as it stands.")
         session = self._session()
-        is_warned = False
         with _setting_at_interrupt(self._cancelled):
             while not self._has_left:
                 self._cancelled.clear()
@@ -120,14 +119,9 @@ class Terminal:
                 except EOFError:
                     return
                 except KeyboardInterrupt:
-                    if session.default_buffer.text:  # the next line begins without it
-                        continue
-                    if is_warned:
-                        return
-                    is_warned = True
-                    self._say("Ctrl-C again, or Ctrl-D, leaves.")
+                    if not session.default_buffer.text:  # else the next line begins without it
+                        self._say("Ctrl-D leaves.")
                 else:
-                    is_warned = False
                     self.take(line)
 
     def _line(self, session: "PromptSession[str]") -> str:

@@ -98,8 +98,7 @@ def generate(
         raise UserError("expected each --stop to be a text of one character or more, got ''")
     predicted, settings = read_prediction(prediction), sampling.settings(max_new_tokens)
     loaded = loading.load()
-    from lade.apps.cli.generate import run  # imports transformers; wrong names fail before that
-    from lade.apps.cli.prompting import encode_prompt
+    from lade.apps.cli.generate import encode_prompt, run  # imports transformers
 
     inputs = encode_prompt(loaded, prompt, system=system, is_raw=raw)
     run(inputs, stop or [], loaded, settings, drafting, predicted)

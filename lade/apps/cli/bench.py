@@ -23,9 +23,9 @@ from lade.apps.bench.prompts import Prompt
 from lade.apps.bench.report import groups, table
 from lade.apps.bench.run import Contest, Result, summarise, warm_up
 from lade.apps.chat.view import DRAFTED, AnswerView
+from lade.apps.cli.generate import encode_prompts
 from lade.apps.cli.loading import bar, check, console, working
 from lade.apps.cli.prewarm import note_missing_table
-from lade.apps.cli.prompting import encode_prompts
 from lade.compat import dtype_of
 from lade.forward.packed import formats_of
 from lade.models.loading import LoadedModel

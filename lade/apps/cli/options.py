@@ -321,12 +321,10 @@ class DraftOptions:
 
         named: dict[str, Any] = {"tokenizer": loaded.tokenizer, "model": loaded.model}
         path = self.save_pool
-        learning = (
-            lade.NGramPool() if path is None or not path.exists() else lade.load_pool(path, **named)
-        )
-        read = [*dict.fromkeys(each.resolve() for each in self.pools or [])]
-        if path is not None and path.resolve() in read:
-            read.remove(path.resolve())
+        learning = lade.load_pool(path, **named) if path and path.exists() else lade.NGramPool()
+        read = dict.fromkeys(each.resolve() for each in self.pools or [])
+        if path is not None:
+            read.pop(path.resolve(), None)
         layers = [lade.load_pool(each, **named, read_only=True) for each in read]
         try:
             yield [learning, *layers]

@@ -201,18 +201,6 @@ def _run(
     )
     if server.idle is not None:
         note_idle_prewarming(server.idle)
-    if options.is_for_one and not options.shares_pool:
-        console.print(
-            '[dim]One user is assumed: requests without a "user" share a pool and kept prefixes, '
-            "which speeds up later ones. --api-key separates users.[/dim]",
-            soft_wrap=True,
-        )
-    elif not (options.api_keys or options.shares_pool):
-        console.print(
-            '[dim]A request profits from earlier ones if it has a "user" or a "cache_salt"; '
-            "--share-pool is for a machine with one user.[/dim]",
-            soft_wrap=True,
-        )
 
     def read_again(*_: Any) -> None:
         try:

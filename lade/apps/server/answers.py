@@ -63,17 +63,7 @@ def _as_json(exchange: Exchange, choices: Sequence[Json], **fields: Any) -> str:
     if request.asked.is_chat:
         kind = "chat.completion.chunk" if request.asked.stream else "chat.completion"
     named = {"object": kind, "created": request.created, "model": request.model}
-    text = json.dumps({"id": request.request_id, **named, **fields})
-    return f'{text[:-1]}, "choices": [{", ".join(map(_written, choices))}]}}'
-
-
-def _written(choice: Json) -> str:
-    """Return a choice as JSON; the tokens of a chat's log-probabilities are JSON already."""
-    tokens = (choice["logprobs"] or {}).get("content")
-    if tokens is None:
-        return json.dumps(choice)
-    text = json.dumps({name: value for name, value in choice.items() if name != "logprobs"})
-    return f'{text[:-1]}, "logprobs": {{"content": [{", ".join(tokens)}]}}}}'
+    return json.dumps({"id": request.request_id, **named, **fields, "choices": choices})
 
 
 def _event(exchange: Exchange, choices: Sequence[Json], **fields: Any) -> str:

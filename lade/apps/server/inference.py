@@ -1,6 +1,5 @@
 """Run one answer in the engine, and send its text to the client step by step."""
 
-import json
 import logging
 import secrets
 from collections import deque
@@ -154,7 +153,7 @@ class _Relay:
         # Characters of all text, and of the text that no stop string can take back.
         self._num_chars = self._num_shown = 0
         # Tokens of this step, with start and end of their text. Then tokens whose text is not shown
-        # yet: start, end, text, and the log-probabilities to send (in chats as JSON).
+        # yet: start, end, text, and the log-probabilities to send.
         self._new = list[tuple[int, int, int]]()
         self._waiting = deque[tuple[int, int, str, Any]]()
         self._named = lru_cache(_NAMED)(self._name)
@@ -209,17 +208,17 @@ class _Relay:
     def _written(
         self, token_id: int, mine: float, top: Iterable[tuple[int, float]]
     ) -> tuple[str, Any]:
-        text, begin = self._named(token_id)
         if not self._is_chat:
-            return text, (mine, {self._named(each)[0]: logprob for each, logprob in top})
-        shown = ", ".join(f"{self._named(each)[1]}{logprob:.7g}}}" for each, logprob in top)
-        return text, f'{begin}{mine:.7g}, "top_logprobs": [{shown}]}}'
+            top_of = {self._named(each)["token"]: logprob for each, logprob in top}
+            return self._named(token_id)["token"], (mine, top_of)
+        named = {**self._named(token_id), "logprob": mine}
+        others = [{**self._named(each), "logprob": logprob} for each, logprob in top]
+        return named["token"], {**named, "top_logprobs": others}
 
-    def _name(self, token_id: int) -> tuple[str, str]:
-        """Return a token's text, and the JSON of the token up to its log-probability."""
+    def _name(self, token_id: int) -> Json:
+        """Return a token's text and bytes, as the log-probabilities of chats have them."""
         data: bytes = self._exchange.request.tokens.decode_bytes([token_id])
-        text = data.decode(errors="replace")
-        return text, f'{{"token": {json.dumps(text)}, "bytes": {[*data]}, "logprob": '
+        return {"token": data.decode(errors="replace"), "bytes": [*data]}
 
     def _read(self, text: str, *, is_last: bool = False) -> None:
         """Add text of the answer; a parser divides it into content, thoughts and tool calls."""

@@ -163,9 +163,9 @@ def test_a_chat_in_a_terminal(open_window: Callable[..., Window], home: Path) ->
     window.wait_for("stopped, ")
     window.wait_for("\n>")  # the prompt
     window.type("\x03")
-    window.wait_for("Ctrl-C again, or Ctrl-D, leaves.")
+    window.wait_for("Ctrl-D leaves.")
     window.wait_for("\n>")
-    window.type("\x03")
+    window.type("\x04")
     assert window.end() == 0
     assert (home / "chat.json").exists()
     assert pool.exists()
