@@ -161,9 +161,9 @@ def demo(
     from lade.apps.bench.prompts import DEMO_PROMPTS, Prompt, read_prompts
 
     titles = [f"prompt {number}" for number in range(1, len(prompt or []) + 1)]
+    for text in prompt or []:
+        check_text(text)
     prompts = [*map(Prompt, titles, titles, prompt or [])]
-    for each in prompts:
-        check_text(each.text)
     loaded = loading.load()
     from lade.apps.cli.bench import compare  # imports torch, in silence
 
@@ -202,6 +202,8 @@ def bench(
 
     settings = Settings(max_new_tokens, temperature)
     chosen = read_prompts(prompts or DEMO_PROMPTS)
+    for each in chosen:
+        check_text(each.text)
     loaded = loading.load()
     from lade.apps.cli.bench import compare  # imports torch, in silence
 

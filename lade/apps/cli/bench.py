@@ -12,7 +12,6 @@ import torch
 from llvmlite.binding import get_host_cpu_name  # the microarchitecture, such as znver5
 from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
 from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -152,7 +151,7 @@ class _Shown:
         how = _LABELS.get(found.verification, found.verification)
         out.print(f"[bold]Verification[/bold] by {how}")
         for verification, reason in found.reasons.items():
-            out.print(Padding(f"not by {verification}: {reason}", (0, 0, 0, 2)), markup=False)
+            out.print(f"  not by {verification}: {reason}", markup=False, soft_wrap=True)
 
     def time(self, sec: float, prompts: Sequence[Prompt]) -> None:
         """Print about how long it takes, by the time of plain generate, and what colours mean."""

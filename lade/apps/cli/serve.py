@@ -30,24 +30,24 @@ _KEY: Any = {"metavar": "KEY", "envvar": "LADE_API_KEY", "show_envvar": False}
 @grouped
 def serve(
     *,
-    host: str = _of_server("127.0.0.1", metavar="NAME", help="Address to listen at [127.0.0.1]."),
-    port: int = _of_server(8000, help="Port; 0 takes a free one [8000]."),
+    host: str = _of_server("127.0.0.1", metavar="NAME", help="Listen at this address [127.0.0.1]."),
+    port: int = _of_server(8000, help="Listen at this port, 0 for any [8000]."),
     api_key: list[str] | None = _of_server(
-        None, help="Key that requests need; or $LADE_API_KEY.", **_KEY
+        None, help="Let in who has this key; or $LADE_API_KEY.", **_KEY
     ),
     api_keys_file: Path | None = _of_server(
-        None, help="Lines of KEY [pools=NAME,…] [admin] [alone]", **IS_FILE
+        None, help="Read keys and their rights from a file.", **IS_FILE
     ),
     allowed_host: list[str] | None = _of_server(
         None, metavar="NAME", help="Accept this Host header, such as a proxy's."
     ),
-    model_name: str | None = _of_server(None, metavar="NAME", help="The model's name in the API."),
+    model_name: str | None = _of_server(None, metavar="NAME", help="Call the model so in the API."),
     max_batch_size: int = _of_server(16, help="Answer so many requests at once [16]."),
     max_queue: int = _of_server(100, help="Let so many requests of a key wait [100]."),
     max_prompt_tokens: int | None = _of_server(None, help="Longest prompt [the model's context]."),
-    max_new_tokens: int = _of_server(4096, help="Longest answer [4096]."),
+    max_new_tokens: int = _of_server(4096, help="Refuse to answer with more tokens [4096]."),
     timeout: float = _of_server(600.0, help="End a request after so many seconds [600]."),
-    grace_sec: float = _of_server(30.0, help="Seconds to finish answers at shutdown [30]."),
+    grace_sec: float = _of_server(30.0, help="Finish answers so long at shutdown [30]."),
     unknown_fields: _Unknown = _of_server(
         "refuse", metavar="WHAT", help="Refuse or ignore unknown fields [refuse]."
     ),
@@ -57,22 +57,24 @@ def serve(
     share_pool: bool = _of_drafting(
         False, "--share-pool", help="Share one pool among all requests."
     ),
-    pool_memory_bytes: int = _of_drafting(2**30, help="Memory for pools [1 GiB]."),
-    max_prefix_bytes: int = _of_drafting(2**30, min=0, help="Memory for kept prefixes [1 GiB]."),
+    pool_memory_bytes: int = _of_drafting(2**30, help="Use so much memory for pools [1 GiB]."),
+    max_prefix_bytes: int = _of_drafting(2**30, min=0, help="Use so much for prefixes [1 GiB]."),
     pool: list[Path] | None = _of_drafting(
         None, help="Also draft from a pool file.", callback=check_pools, **IS_FILE
     ),
     corpus: list[str] | None = _of_drafting(
-        None, metavar="NAME=FILE", help="Pool file that requests may name."
+        None, metavar="NAME=FILE", help="Let requests name this pool file."
     ),
     max_draft_tokens: int | None = _of_drafting(
-        None, min=0, help="At most so many draft tokens a step."
+        None, min=0, help="Verify at most N draft tokens a step."
     ),
     prewarm: bool = _of_drafting(False, "--prewarm", help="Prewarm the model while idle."),
-    model: str | None = of_model(None, metavar="ID", help="A Hugging Face id or a folder."),
-    device: str | None = of_model(None, metavar="NAME", help="cpu, cuda, cuda:1, …"),
-    dtype: str | None = of_model(None, metavar="NAME", help="float32, bfloat16, float16, …"),
-    threads: int | None = of_model(None, help="CPU threads."),
+    model: str | None = of_model(None, metavar="ID", help="Load a Hugging Face id or a folder."),
+    device: str | None = of_model(None, metavar="NAME", help="Compute on cpu, cuda, cuda:1, …"),
+    dtype: str | None = of_model(
+        None, metavar="NAME", help="Compute in float32, bfloat16, float16, …"
+    ),
+    threads: int | None = of_model(None, help="Use N CPU threads."),
     trust_remote_code: bool = of_model(
         False, "--trust-remote-code", help="Run the model's own code."
     ),
