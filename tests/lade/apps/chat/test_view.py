@@ -1,6 +1,5 @@
 """Answers piece by piece, as no test of a terminal can set them: cut and printed."""
 
-import io
 from typing import Any
 
 import pytest
@@ -38,24 +37,6 @@ def test_text_appears_as_it_comes(size: int, shows_drafted: bool) -> None:
     with AnswerView(console):
         pass
     assert screen.shown() == ANSWER  # nothing was said, and no sign of waiting is left
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, "own \x1b[1;32mdrafted\x1b[0m"),
-        ({"no_color": True}, "own \x1b[1mdrafted\x1b[0m"),
-        ({"color_system": None}, "own drafted"),
-    ],
-)
-def test_drafted_text_is_bold_and_green(options: Any, expected: str) -> None:
-    pieces = [Piece("own ", False, False), Piece("drafted", True, False)]
-    file = io.StringIO()
-    options = {"color_system": "standard", **options}
-    console = Console(file=file, force_terminal=True, record=True, _environ={}, **options)
-    with AnswerView(console, shows_drafted=True) as view:
-        [*map(view.add, pieces)]
-    assert file.getvalue().strip() == expected
 
 
 def test_thinking_is_dim_and_no_control_character_reaches_the_terminal() -> None:

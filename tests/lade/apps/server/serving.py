@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
 import lade
-from lade.apps.cli.app import app
 from lade.apps.server.app import Server
 from lade.apps.server.grammars import Grammars
 from lade.apps.server.inference import _Relay
@@ -185,8 +183,3 @@ def process_of(loaded: LoadedModel, folder: Path, *options: str) -> Iterator[tup
     finally:
         process.kill()
         process.wait()
-
-
-def run_command(*words: str) -> Any:
-    """Run `lade` in this process; return what it printed, and how it ended."""
-    return CliRunner().invoke(app, [*words])

@@ -12,13 +12,13 @@ import httpx
 import pytest
 
 import lade
+from tests.lade.apps.cli.command import run
 from tests.lade.apps.server.client import QUESTION, Client, error_of, text_of
 from tests.lade.apps.server.serving import (
     loaded_model,
     plain_text,
     process_of,
     prompt_of,
-    run_command,
     wait_until,
 )
 
@@ -66,14 +66,6 @@ def test_pools_outlive_a_kill_and_a_stop_ends_well(tmp_path: Path) -> None:
     assert not any("alice" in path.name for path in pools.rglob("*"))
 
 
-def test_the_help_fits_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    shown = run_command("serve", "--help").output
-    assert 20 < len(shown.splitlines()) <= 42
-    for gone in ("certificate", "allowed-origin", "json-logs", "chunk-interval", "corpora-bytes"):
-        assert gone not in shown
-
-
 def test_wrong_options_are_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     keys = {name: tmp_path / name for name in ("twice", "wide", "empty")}
     keys["twice"].write_bytes(b"\xef\xbb\xbfone\ntwo\none admin\n")  # behind a byte order mark
@@ -92,9 +84,9 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(tmp_path: Path) -> N
         ("--chunk-interval 1", "No such option"),
         ("--unknown-fields drop", "'refuse', 'ignore'"),
     ):
-        done = run_command("serve", *words.split())
-        assert done.exit_code != 0
-        assert said in f"{done.output}{done.exception}"
+        done = run("serve", *words.split())
+        assert done.code != 0
+        assert said in done.err
 
 
 def test_a_package_that_is_missing_is_told_of_at_the_start(
