@@ -2,10 +2,13 @@
 
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.cells import cell_len
 from rich.console import Console
+from rich.segment import Segment
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
@@ -17,6 +20,18 @@ _LINES = (
 )
 # Without fonts from elsewhere, which a page of documentation has no need to fetch.
 _SVG_FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+
+
+def folded(segments: list[Segment]) -> Iterator[Segment]:
+    """Yield segments with lines broken where a terminal breaks them."""
+    column = 0
+    for text, style, control in segments:
+        for letter in text:
+            column = 0 if letter == "\n" else column + cell_len(letter)
+            if column > _WIDTH:
+                yield Segment("\n")
+                column = cell_len(letter)
+            yield Segment(letter, style, control)
 
 
 def terminal() -> None:
@@ -43,6 +58,7 @@ def terminal() -> None:
         console.print(Text.assemble((PROMPT, "bold"), line))
         chat.take(line)
     console.print(Text(PROMPT, style="bold"))
+    console._record_buffer[:] = folded(console._record_buffer)
     IMAGES.mkdir(exist_ok=True)
     (IMAGES / "chat.svg").write_text(
         console.export_svg(

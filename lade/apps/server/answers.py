@@ -28,7 +28,7 @@ async def whole(exchange: Exchange) -> str:
     choices = [Json() for _ in exchange.answers]
     async for new in _choices(exchange):
         add(choices[new["index"]], new)
-    for choice in choices if exchange.request.asked.is_chat else ():
+    for choice in choices if exchange.asked.is_chat else ():
         choice["message"] = message = {"content": "", "refusal": None, **choice.pop("delta")}
         for call in message.get("tool_calls", ()):
             del call["index"]  # only streams have it
@@ -37,7 +37,7 @@ async def whole(exchange: Exchange) -> str:
 
 async def events(exchange: Exchange) -> AsyncGenerator[str, None]:
     """Yield answers as events; padding hides the size of a step unless the request refuses it."""
-    options = exchange.request.asked.stream_options
+    options = exchange.asked.stream_options
     try:
         async for choice in _choices(exchange):
             yield _event(exchange, [choice])
@@ -50,7 +50,7 @@ async def events(exchange: Exchange) -> AsyncGenerator[str, None]:
 
 
 async def _choices(exchange: Exchange) -> AsyncGenerator[Json, None]:
-    for each in exchange.answers if exchange.request.asked.is_chat else ():
+    for each in exchange.answers if exchange.asked.is_chat else ():
         yield {"index": each.index, "delta": {"role": "assistant"}, **NULLS}
     while (choice := await exchange.choices.get()) is not None:
         if choice:
@@ -59,15 +59,15 @@ async def _choices(exchange: Exchange) -> AsyncGenerator[Json, None]:
 
 
 def _as_json(exchange: Exchange, choices: Sequence[Json], **fields: Any) -> str:
-    request, kind = exchange.request, "text_completion"
-    if request.asked.is_chat:
-        kind = "chat.completion.chunk" if request.asked.stream else "chat.completion"
-    named = {"object": kind, "created": request.created, "model": request.model}
-    return json.dumps({"id": request.request_id, **named, **fields, "choices": choices})
+    kind = "text_completion"
+    if exchange.asked.is_chat:
+        kind = "chat.completion.chunk" if exchange.asked.stream else "chat.completion"
+    named = {"object": kind, "created": exchange.created, "model": exchange.model}
+    return json.dumps({"id": exchange.request_id, **named, **fields, "choices": choices})
 
 
 def _event(exchange: Exchange, choices: Sequence[Json], **fields: Any) -> str:
-    text, options = _as_json(exchange, choices, **fields), exchange.request.asked.stream_options
+    text, options = _as_json(exchange, choices, **fields), exchange.asked.stream_options
     if options is not None and options.include_obfuscation is False:
         return f"{_EVENT}{text}\n\n"
     begin, end = f'{_EVENT}{text[:-1]}, "obfuscation": "', '"}\n\n'
@@ -81,11 +81,10 @@ def _figures(exchange: Exchange) -> Json:
     for each in answers:
         assert each.stats is not None, "the answer is whole"
         stats.add(each.stats)
-    request = exchange.request
-    num_prompt, num_new = request.num_prompt_tokens, sum(len(each.token_ids) for each in answers)
+    num_prompt, num_new = exchange.num_prompt_tokens, sum(len(each.token_ids) for each in answers)
     # Tokens of the prediction that the answer took, and the other tokens of the prediction.
-    is_clients = getattr(request.asked, "prediction", None) is not None
-    num_predicted = len(answers) * len(request.prediction or ()) if is_clients else 0
+    is_clients = getattr(exchange.asked, "prediction", None) is not None
+    num_predicted = len(answers) * len(exchange.prediction or ()) if is_clients else 0
     source = stats.sources.get("prediction")
     num_accepted = 0 if source is None else min(source.num_accepted_tokens, num_predicted)
     usage: Json = {
@@ -100,7 +99,7 @@ def _figures(exchange: Exchange) -> Json:
         },
     }
     # Without keys, a client could name another user and read that user's prompt by this number.
-    if request.knows_kept:
+    if exchange.knows_kept:
         usage["prompt_tokens_details"] = {"cached_tokens": stats.num_reused_tokens}
     return {"usage": usage, "metrics": {"speculative_decoding": speculation(stats)}}
 

@@ -1,4 +1,4 @@
-"""One request, the answers to it, and the exchange with its client."""
+"""An exchange with a client: its request, its prompts, and the answers to them."""
 
 import asyncio
 import uuid
@@ -35,44 +35,6 @@ class OnePrompt(NamedTuple):
 _MOST_NAMES = 64  # most fields that a header names, and most characters of each
 
 
-@dataclass(frozen=True, eq=False)
-class Request:
-    """A client's request; reading and preparing it replace the fields below."""
-
-    owner: KeyOwner
-    of_whom: str  # the key or the address, among which turns and memory are shared fairly
-    knows_kept: bool  # whether `usage` may show how much of its prompt was kept
-    model: str  # the model's name in the API
-    created: int = field(default_factory=lambda: int(time()))
-    request_id: str = field(default_factory=lambda: f"{uuid.uuid4()}")
-    # Set once its body is read.
-    asked: Asked = field(default_factory=Asked)
-    ignored: Sequence[str] = ()  # names of fields without effect
-    pools: Pools | None = None
-    is_private: bool = True  # whether nothing is kept for later requests
-    # Set once it is prepared.
-    config: Config = field(default_factory=Config)
-    prompts: Sequence[OnePrompt] = ()
-    prediction: list[int] | None = None  # token ids of the prediction, or of calls of its tools
-    tokens: Any = None  # knows the bytes of each token; None without log-probabilities
-    grammar: Any = None  # of its answers, in its first state
-
-    @property
-    def num_answers(self) -> int:
-        """Number of answers to all prompts."""
-        return len(self.prompts) * (self.asked.n or 1)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Number of tokens of all prompts."""
-        return sum(prompt.num_tokens for prompt in self.prompts)
-
-    @property
-    def without_effect(self) -> str:
-        """Names of fields of the request that have no effect, safe for headers and logs."""
-        return ", ".join(quote(name[:_MOST_NAMES]) for name in self.ignored[:_MOST_NAMES])
-
-
 @dataclass(eq=False)
 class OneAnswer:
     """One answer to a request; only the thread that generates it writes to it."""
@@ -92,33 +54,67 @@ class OneAnswer:
 
 @dataclass(eq=False)
 class Exchange:
-    """An accepted request until its answers are complete; only the event loop writes to it."""
+    """An accepted request until its answers are complete.
 
-    request: Request
+    Only the event loop writes to it, and before the answers begin the thread that prepares them.
+    """
+
+    owner: KeyOwner
+    of_whom: str  # the key or the address, among which turns and memory are shared fairly
+    knows_kept: bool  # whether `usage` may show how much of its prompt was kept
+    model: str  # the model's name in the API
     timeout_sec: float
     when_over: Callable[["Exchange"], None]  # called once, in the event loop
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    created: int = field(default_factory=lambda: int(time()))
+    request_id: str = field(default_factory=lambda: f"{uuid.uuid4()}")
     num_held: int = 0  # bytes of its body, which count for its key
     arrived: float = field(default_factory=perf_counter)
+    # Set once its body is read.
+    asked: Asked = field(default_factory=Asked)
+    ignored: Sequence[str] = ()  # names of fields without effect
+    pools: Pools | None = None
+    is_private: bool = True  # whether nothing is kept for later requests
+    # Set once it is prepared.
+    config: Config = field(default_factory=Config)
+    prompts: Sequence[OnePrompt] = ()
+    prediction: list[int] | None = None  # token ids of the prediction, or of calls of its tools
+    tokens: Any = None  # knows the bytes of each token; None without log-probabilities
+    grammar: Any = None  # of its answers, in its first state
+    # Set at its turn.
     answers: list[OneAnswer] = field(default_factory=list)
     watch: "asyncio.Task[None] | None" = None  # ends the exchange if the client leaves
     # Choices of a stream, one for each step of an answer. An empty one comes when an answer begins,
     # and None after the last choice of all answers.
     choices: "asyncio.Queue[dict[str, Any] | None]" = field(default_factory=asyncio.Queue)
     error: ApiError | None = None  # the reason why it ends early
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def __post_init__(self) -> None:
         message = f"the answer took longer than {self.timeout_sec:g} seconds"
         late = ApiError(504, message, code="timeout", closes=True)
         self._timer, self._num_left = self.loop.call_later(self.timeout_sec, self.end, late), 0
 
+    @property
+    def num_answers(self) -> int:
+        """Number of answers to all prompts."""
+        return len(self.prompts) * (self.asked.n or 1)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens of all prompts."""
+        return sum(prompt.num_tokens for prompt in self.prompts)
+
+    @property
+    def without_effect(self) -> str:
+        """Names of fields of the request that have no effect, safe for headers and logs."""
+        return ", ".join(quote(name[:_MOST_NAMES]) for name in self.ignored[:_MOST_NAMES])
+
     def make_answers(self) -> None:
         """Make the answers, each with the next seed."""
-        request = self.request
-        seed, self._num_left = request.asked.seed, request.num_answers
-        for prompt in request.prompts:
-            for index in range(request.asked.n or 1):
-                grammar = None if request.grammar is None else request.grammar.deep_copy()
+        seed, self._num_left = self.asked.seed, self.num_answers
+        for prompt in self.prompts:
+            for index in range(self.asked.n or 1):
+                grammar = None if self.grammar is None else self.grammar.deep_copy()
                 of_answer, parser = None if seed is None else seed + index, deepcopy(prompt.parser)
                 self.answers.append(
                     OneAnswer(len(self.answers), prompt, of_answer, grammar, parser)

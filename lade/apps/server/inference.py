@@ -54,8 +54,7 @@ def answer(
     exchange.check()
     one.admitted = perf_counter()
     exchange.in_loop(exchange.choices.put_nowait, {})
-    request, relay = exchange.request, _Relay(exchange, one, loaded.tokenizer)
-    asked = request.asked
+    asked, relay = exchange.asked, _Relay(exchange, one, loaded.tokenizer)
     processors = LogitsProcessorList()
     penalties = asked.presence_penalty or 0.0, asked.frequency_penalty or 0.0
     if any(penalties):
@@ -70,10 +69,10 @@ def answer(
         return decode(
             model,
             input_ids,
-            pool=request.pools,
+            pool=exchange.pools,
             drafter=drafter,
-            config=replace(request.config, reuses_prefix=not request.is_private),
-            prediction=request.prediction,
+            config=replace(exchange.config, reuses_prefix=not exchange.is_private),
+            prediction=exchange.prediction,
             on_step=relay.take,
             **prepared,
         )
@@ -139,7 +138,7 @@ class _Relay:
 
     def __init__(self, exchange: Exchange, one: OneAnswer, tokenizer: Any) -> None:
         self._exchange, self._answer, self._parser = exchange, one, one.parser
-        asked = exchange.request.asked
+        asked = exchange.asked
         self._is_chat = asked.is_chat
         self._stream = TextStream(tokenizer, skips_special=self._parser is None)
         self._cutter = StopCutter(asked.stop or ())
@@ -217,7 +216,7 @@ class _Relay:
 
     def _name(self, token_id: int) -> Json:
         """Return a token's text and bytes, as the log-probabilities of chats have them."""
-        data: bytes = self._exchange.request.tokens.decode_bytes([token_id])
+        data: bytes = self._exchange.tokens.decode_bytes([token_id])
         return {"token": data.decode(errors="replace"), "bytes": [*data]}
 
     def _read(self, text: str, *, is_last: bool = False) -> None:
@@ -229,9 +228,7 @@ class _Relay:
         for name, value in parts:
             if name == "tool_calls":
                 number, self._num_calls = self._num_calls, self._num_calls + 1
-                call_id = (
-                    f"{self._exchange.request.request_id}_{self._answer.index}_tool_call_{number}"
-                )
+                call_id = f"{self._exchange.request_id}_{self._answer.index}_tool_call_{number}"
                 call = {"index": number, "id": call_id, "type": "function", "function": value}
                 value = [call]
             add(self._delta, {name: value})

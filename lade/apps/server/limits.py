@@ -11,7 +11,7 @@ import llguidance
 import torch
 
 from lade.apps.server.errors import ApiError
-from lade.apps.server.exchange import OnePrompt, Request
+from lade.apps.server.exchange import Exchange, OnePrompt
 from lade.apps.server.grammars import Grammars
 from lade.apps.server.options import ServerOptions
 from lade.apps.server.requests import Asked, Chat, Completion, Message, wrong
@@ -46,16 +46,16 @@ class Preparing:
         self.grammars = Grammars(loaded)
         self._lock = threading.Lock()  # tokenizers change settings, which is not thread-safe
 
-    def prepare(self, request: Request, num_held: int) -> Request:
-        """Return a request, whose body has `num_held` bytes, with config, prompts and prediction.
+    def prepare(self, exchange: Exchange) -> None:
+        """Set an exchange's config, prompts and prediction.
 
         Raises:
             ApiError: the request makes no prompt, or one that is too long.
         """
-        asked, ignored, prediction = request.asked, [*request.ignored], None
+        asked, ignored, prediction = exchange.asked, [*exchange.ignored], None
         chat = asked if isinstance(asked, Chat) else None
-        config = self._config(asked)
-        num_bytes = max(0, num_held - _OTHER_BYTES)
+        exchange.config = self._config(asked)
+        num_bytes = max(0, exchange.num_held - _OTHER_BYTES)
         num_prompts = len(asked.prompt) if isinstance(asked, Completion) else 1
         self._check_length(num_bytes // _MOST_BYTES // num_prompts, "prompt", " or more")
         if chat is not None and chat.prediction is not None:
@@ -81,22 +81,16 @@ class Preparing:
             (prompt,) = prompts
             text = self._tokenizer.decode(prompt.inputs["input_ids"][0])
             prompts = [prompt._replace(parser=parser_of(self._loaded, text, chat.tools))]
-        return replace(
-            request,
-            config=config,
-            ignored=ignored,
-            prompts=prompts,
-            prediction=prediction,
-            tokens=None if asked.num_logprobs is None else self.grammars.tokens,
-        )
+        exchange.ignored, exchange.prompts, exchange.prediction = ignored, prompts, prediction
+        exchange.tokens = None if asked.num_logprobs is None else self.grammars.tokens
 
-    def grammar(self, request: Request, tenant: str) -> llguidance.LLMatcher:
+    def grammar(self, exchange: Exchange, tenant: str) -> llguidance.LLMatcher:
         """Return the grammar of a chat's schema, of the calls that it forces, or of either.
 
         Raises:
             ApiError: no grammar can be made of it, or the form of the model's calls is unknown.
         """
-        chat = request.asked
+        chat = exchange.asked
         assert isinstance(chat, Chat)
         schema, functions, param = None, chat.tools_forced, "tool_choice"
         if functions is None:
@@ -108,7 +102,7 @@ class Preparing:
                 return made
         form = self._call_form
         if form is not None:  # then there is a parser
-            thinks = request.prompts[0].parser.is_thinking
+            thinks = exchange.prompts[0].parser.is_thinking
             form = form._replace(thoughts=None) if thinks is False else form
         if form is None or (thinks and form.thoughts is None):
             reason = "not supported: the model's chat template does not tell how calls are written"

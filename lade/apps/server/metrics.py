@@ -96,14 +96,14 @@ class Metrics:
         counts = {"generation_tokens": num_tokens}
         if one.index == 0:  # of all, the request's and the prompts' are the same
             times["e2e_request_latency"].observe(perf_counter() - arrived)
-            counts["prompt_tokens"] = exchange.request.num_prompt_tokens
+            counts["prompt_tokens"] = exchange.num_prompt_tokens
         if stats is not None:  # None if it ended early
             counts["spec_decode_num_drafts"] = stats.num_drafted_row_steps
             counts["spec_decode_num_draft_tokens"] = stats.num_draft_tokens
             counts["spec_decode_num_accepted_tokens"] = stats.num_accepted_tokens
             for position, number in enumerate(stats.accepted_by_depth):
                 self._accepted_at.labels(self._name, str(position)).inc(number)
-            if not exchange.request.is_private:
+            if not exchange.is_private:
                 counts["prefix_cache_queries"] = one.prompt.num_tokens
                 counts["prefix_cache_hits"] = stats.num_reused_tokens
         for name, count in counts.items():

@@ -7,7 +7,6 @@ Errors have OpenAI's form. A request is prepared in threads, waits for its turn,
 import asyncio
 import logging
 from collections.abc import Callable, Container
-from dataclasses import replace
 from functools import partial
 from time import perf_counter, time
 from typing import Any
@@ -21,7 +20,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lade.apps.server import exchange as exchanges
 from lade.apps.server.access import ApiKeys, KeyOwner, UserPools, is_known, origin_of
 from lade.apps.server.answers import events, whole
 from lade.apps.server.errors import ApiError, failed
@@ -124,7 +122,7 @@ class Routes:
             self._metrics.count_request(status)
             # A path may hold line breaks and escapes.
             path, sec = quote(scope["path"][:200]), perf_counter() - begin
-            ignored = "" if exchange is None else exchange.request.without_effect
+            ignored = "" if exchange is None else exchange.without_effect
             note = f", without effect: {ignored}" if ignored else ""
             logger.info("%s %s %d %.3f s%s", scope["method"], path, status, sec, note)
 
@@ -151,10 +149,10 @@ class Routes:
             del data
             await self._begin(exchange)
             exchange.num_held = 0
-            named = {"x-request-id": exchange.request.request_id}
-            if ignored := exchange.request.without_effect:
+            named = {"x-request-id": exchange.request_id}
+            if ignored := exchange.without_effect:
                 named["x-without-effect"] = ignored
-            if exchange.request.asked.stream:
+            if exchange.asked.stream:
                 return StreamingResponse(events(exchange), 200, named, "text/event-stream")
             return Response(await whole(exchange), 200, named, "application/json")
         finally:
@@ -179,8 +177,8 @@ class Routes:
             raise ApiError(415, "expected a body without Content-Encoding")
         of_whom = owner.key or origin_of(request.scope["client"])
         knows_kept = bool(owner.key) or options.shares_pool
-        asks = exchanges.Request(owner, of_whom, knows_kept, self._name)
-        exchange = Exchange(asks, options.timeout_sec, self._over)
+        asks = owner, of_whom, knows_kept, self._name
+        exchange = Exchange(*asks, options.timeout_sec, self._over)
         self._open.add(exchange)
         request.state.exchange = exchange
         return exchange
@@ -195,7 +193,7 @@ class Routes:
                     if piece and len(data) <= most:
                         data += piece
                         exchange.num_held = len(data)
-                        self._check_memory(exchange.request.of_whom)
+                        self._check_memory(exchange.of_whom)
         except ClientDisconnect:
             raise _left() from None
         except TimeoutError:
@@ -208,7 +206,7 @@ class Routes:
     def _check_memory(self, of_whom: str) -> None:
         """Refuse a body if all bodies, or those of one key, take too much memory."""
         most = self._options.max_body_bytes
-        of_key = sum(each.num_held for each in self._open if each.request.of_whom == of_whom)
+        of_key = sum(each.num_held for each in self._open if each.of_whom == of_whom)
         of_all = sum(each.num_held for each in self._open)
         if of_key > _MAX_BODIES_OF_KEY * most or of_all > _MAX_BODIES * most:
             message = "other requests hold too much memory; try again later"
@@ -216,27 +214,23 @@ class Routes:
 
     async def _prepared(self, kind: type[Asked], exchange: Exchange, data: bytearray) -> None:
         """Read and check a request, and make its prompts, pools and grammar, before its turn."""
-        run, owner = self._workers.run, exchange.request.owner
+        run, owner = self._workers.run, exchange.owner
         how = partial(read, ignores_unknown=self._options.ignores_unknown)
-        asked, ignored = await run(exchange, how, kind, data, self._name)
+        asked, exchange.ignored = await run(exchange, how, kind, data, self._name)
         if owner.is_alone:
             asked.speculation = False
-        pools, tenant = self.pools.of(owner, asked)
-        exchange.request = request = replace(
-            exchange.request, asked=asked, ignored=ignored, pools=pools, is_private=not tenant
-        )
-        prepare, num_held = self._preparing.prepare, exchange.num_held
-        exchange.request = request = await run(exchange, prepare, request, num_held)
+        exchange.asked = asked
+        exchange.pools, tenant = self.pools.of(owner, asked)
+        exchange.is_private = not tenant
+        await run(exchange, self._preparing.prepare, exchange)
         if isinstance(asked, Chat) and (asked.schema_asked or asked.tools_forced) is not None:
-            who = "" if owner.is_alone else tenant or request.of_whom
+            who = "" if owner.is_alone else tenant or exchange.of_whom
             make = self._preparing.grammar
-            grammar = await self._lookers.run(exchange, make, request, who)
-            exchange.request = replace(request, grammar=grammar)
+            exchange.grammar = await self._lookers.run(exchange, make, exchange, who)
 
     async def _begin(self, exchange: Exchange) -> None:
         """Submit the answers, unless too many of the key wait; return at the first turn."""
-        engine, request = self._engine, exchange.request
-        owner, num = request.of_whom, request.num_answers
+        engine, owner, num = self._engine, exchange.of_whom, exchange.num_answers
         num_waiting, num_before = engine.num_waiting(owner), engine.num_waiting()
         has_free_slot = engine.num_running + num_before + num <= engine.max_running
         if num_waiting + num > self._options.max_queue and not has_free_slot:
@@ -274,7 +268,7 @@ class _Workers:
             ApiError: the exchange has ended meanwhile.
         """
         of_key = asyncio.Semaphore(self._most_of_key)
-        async with self._of_key.setdefault(exchange.request.of_whom, of_key), self._all:
+        async with self._of_key.setdefault(exchange.of_whom, of_key), self._all:
             exchange.check()
             return await asyncio.get_running_loop().run_in_executor(None, function, *args)
 
