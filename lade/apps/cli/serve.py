@@ -45,7 +45,7 @@ def serve(
     max_batch_size: int = _of_server(16, help="Answer so many requests at once [16]."),
     max_queue: int = _of_server(100, help="Let so many requests of a key wait [100]."),
     max_prompt_tokens: int | None = _of_server(None, help="Longest prompt [the model's context]."),
-    max_new_tokens: int = _of_server(4096, help="Refuse to answer with more tokens [4096]."),
+    max_new_tokens: int = _of_server(4096, help="Refuse requests for longer answers [4096]."),
     timeout: float = _of_server(600.0, help="End a request after so many seconds [600]."),
     grace_sec: float = _of_server(30.0, help="Finish answers so long at shutdown [30]."),
     unknown_fields: _Unknown = _of_server(
@@ -58,7 +58,9 @@ def serve(
         False, "--share-pool", help="Share one pool among all requests."
     ),
     pool_memory_bytes: int = _of_drafting(2**30, help="Use so much memory for pools [1 GiB]."),
-    max_prefix_bytes: int = _of_drafting(2**30, min=0, help="Use so much for prefixes [1 GiB]."),
+    max_prefix_bytes: int = _of_drafting(
+        2**30, min=0, help="Use so much for kept prefixes [1 GiB]."
+    ),
     pool: list[Path] | None = _of_drafting(
         None, help="Also draft from a pool file.", callback=check_pools, **IS_FILE
     ),
