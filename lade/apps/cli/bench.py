@@ -168,7 +168,7 @@ class _Shown:
         self._out.rule(f"[bold]{prompt.id}", align="left")
         flat = without_controls(prompt.text.strip())
         cut = flat if len(flat) <= _SHOWN else f"{flat[:_SHOWN].rpartition(' ')[0]} …"
-        self._out.print(Text(cut, style="italic"))
+        self._out.print(Text(cut, style="italic"), soft_wrap=not self._out.is_terminal)
 
     def by(self, name: str) -> Callable[[], Method]:
         """Return a maker of a method that shows its answers below a title."""
@@ -202,5 +202,5 @@ class _Shown:
         """Hold the methods' answers to a prompt against plain's."""
         sides = [Side(name, each.rows[0], each.sec) for name, each in result.answers.items()]
         for line in compared(sides):
-            self._out.print(Text(line, style="dim"))
+            self._out.print(Text(line, style="dim"), soft_wrap=True)
         self._out.print()
