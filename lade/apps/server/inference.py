@@ -3,28 +3,31 @@
 import logging
 import secrets
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import lru_cache
+from itertools import repeat
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from lade.apps.server.answers import NULLS, Json, add
 from lade.apps.server.errors import ApiError, failed
 from lade.apps.server.exchange import Exchange, OneAnswer
 from lade.apps.server.grammars import GrammarProcessor
-from lade.compat import mark_as_new
+from lade.compat import CACHE, mark_as_new
 from lade.drafting.drafter import Drafter
+from lade.engine.engine import current_call
 from lade.hf.api import decode
 from lade.models.loading import LoadedModel
 from lade.models.stream import StopCutter, TextStream
-from lade.stats import Step
+from lade.stats import DecodeStats, Step
+from lade.targets.joint import Part
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +35,7 @@ logger = logging.getLogger(__name__)
 _LOWEST_LOGPROB = -9999.0
 # Tokens of a block. The maxima of blocks are compared first: 20 of 49,152 take 0.05 ms, not 0.46.
 _BLOCK = 128
+_ROWS = 64  # tokens of a prompt whose log-probabilities are sent together
 # Size of an answer's cache of token names; making a name takes some microseconds.
 _NAMED = 2**12
 
@@ -55,6 +59,12 @@ def answer(
     one.admitted = perf_counter()
     exchange.in_loop(exchange.choices.put_nowait, {})
     asked, relay = exchange.asked, _Relay(exchange, one, loaded.tokenizer)
+    if relay.echoes:
+        relay.echo(loaded.model)
+    if not one.prompt.options.max_new_tokens:
+        one.stats = DecodeStats()
+        relay.finish()
+        return
     processors = LogitsProcessorList()
     penalties = asked.presence_penalty or 0.0, asked.frequency_penalty or 0.0
     if any(penalties):
@@ -134,6 +144,7 @@ class _Relay:
 
     Attributes:
         decides: whether the relay may end the answer.
+        echoes: whether the answer begins with its prompt.
     """
 
     def __init__(self, exchange: Exchange, one: OneAnswer, tokenizer: Any) -> None:
@@ -144,6 +155,7 @@ class _Relay:
         self._cutter = StopCutter(asked.stop or ())
         self._calls_once = getattr(asked, "calls_once", False)
         self.decides = bool(asked.stop or self._calls_once)
+        self.echoes = bool(getattr(asked, "echo", None))
         self._num_top = asked.num_logprobs
         added = tokenizer.added_tokens_decoder.items()
         special = {token_id: token.content for token_id, token in added if token.special}
@@ -174,6 +186,26 @@ class _Relay:
     def _is_over(self) -> bool:
         return self._cutter.is_cut or (self._calls_once and self._num_calls > 0)
 
+    @torch.no_grad()
+    def echo(self, model: Any) -> None:
+        """Send the prompt first, with the log-probabilities of its tokens but the first."""
+        input_ids = self._answer.prompt.inputs["input_ids"]
+        first, *others = input_ids[0].tolist()
+        self._read(self._text_of(first))
+        asks = self._num_top is not None
+        if asks:
+            _, start, end = self._new.pop()
+            self._waiting.append((start, end, self._named(first)[0], (None, None)))
+        rows: Iterable[Any] = _logits_of(model, input_ids) if asks else repeat(None)
+        for token_id, row in zip(others, rows, strict=False):  # the last foretells the answer
+            self._read(self._text_of(token_id))
+            if asks:
+                self.record.rows.append(row.float().log_softmax(-1))
+            if len(self._new) == _ROWS:
+                self._exchange.check()
+                self._describe()
+        self._describe()
+
     def _put(self, token_id: int) -> None:
         self._exchange.check()
         one, now = self._answer, perf_counter()
@@ -200,7 +232,8 @@ class _Relay:
         chosen = rows.gather(1, token_ids[:, None]).clamp_min(_LOWEST_LOGPROB).tolist()
         tops = _likeliest(rows, self._num_top or 0)
         for (token_id, start, end), (mine,), top in zip(self._new, chosen, tops, strict=True):
-            if token_id not in self._special:
+            # Special tokens are not in the answer; of a prompt, clients count them.
+            if self.echoes or token_id not in self._special:
                 self._waiting.append((start, end, *self._written(token_id, mine, top)))
         self._new.clear()
 
@@ -282,6 +315,24 @@ class _Relay:
         self._read(self._cutter.feed(self._stream.end(), is_last=True))
         self._read("", is_last=True)
         self._send(is_last=True)
+
+
+def _logits_of(model: Any, input_ids: Tensor) -> Iterator[Tensor]:
+    """Yield the model's own logits, [vocab_size], at each token of a prompt [1, num_tokens].
+
+    In joint forward passes it runs in prefill chunks, between which other calls go on.
+    """
+    call, num_tokens, start = current_call(), input_ids.shape[1], 0
+    if call is None or call.engine.max_running == 1:
+        yield from model(input_ids, use_cache=False).logits[0]
+        return
+    cache = DynamicCache(config=model.config)
+    while start < num_tokens:
+        num = call.reserve(num_tokens - start)
+        inputs = {"input_ids": input_ids[:, start : start + num], CACHE: cache, "use_cache": True}
+        (logits,) = call.run([Part(object(), model, inputs, undo=cache.reset, num_committed=1)])
+        yield from logits[0]
+        start += num
 
 
 def _likeliest(rows: Tensor, num: int) -> list[list[tuple[int, float]]]:

@@ -262,12 +262,15 @@ class Completion(Asked):
         Field(min_length=1, max_length=MOST_ANSWERS, fail_fast=True),
         BeforeValidator(lambda value: value if _are_several(value) else [value]),
     ]
+    max_tokens: Annotated[int | None, Field(ge=0), _unless_open] = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
 
     @model_validator(mode="after")
-    def _has_few(self) -> Self:
+    def _has_an_end(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise wrong("max_tokens", "expected at least 1, or echo")
         if len(self.prompt) * (self.n or 1) > MOST_ANSWERS:
             raise wrong("n", f"expected at most {MOST_ANSWERS} answers to all prompts together")
         return self

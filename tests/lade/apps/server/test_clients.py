@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from lade.models import LoadedModel
 from tests.lade.apps.server.client import QUESTION, Client, Json, events_of, text_of
@@ -15,8 +16,42 @@ from tests.lade.apps.server.serving import plain_text, serving, wait_until
 PROMPTS = ["What-is-a-pool?It-is", "a-list-of-n-grams~or-not", "x-and-y"]
 
 
+def logprobs_of(loaded: LoadedModel, token_ids: list[int]) -> Any:
+    """Return the model's log-probabilities of each token but the first, [num_tokens - 1]."""
+    with torch.no_grad():
+        rows = loaded.model(torch.tensor([token_ids])).logits[0, :-1].float().log_softmax(-1)
+    return rows.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("is_text", [False, True], ids=["ids", "texts"])
+def test_lm_eval_scores_continuations(
+    loaded: LoadedModel, client: Client, max_tokens: int, is_text: bool
+) -> None:
+    """As `local-completions` sends them, and reads `token_logprobs[ctxlen:-1]`."""
+    ids: list[list[int]] = [loaded.tokenizer(text)["input_ids"] for text in PROMPTS]
+    body: Json = {"model": "tiny", "prompt": PROMPTS if is_text else ids, "temperature": 0}
+    body |= {"max_tokens": max_tokens, "logprobs": 1, "seed": 1234, "echo": True}
+    answer = client.ask(**body)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    for choice, text, token_ids in zip(answer["choices"], PROMPTS, ids, strict=True):
+        reported = choice["logprobs"]
+        assert reported["token_logprobs"][0] is reported["top_logprobs"][0] is None
+        found, end = reported["token_logprobs"], len(token_ids)
+        assert len(found) == end + max_tokens
+        assert found[1:end] == pytest.approx(logprobs_of(loaded, token_ids).tolist(), abs=1e-4)
+        for logprob, top in zip(found[1:], reported["top_logprobs"][1:], strict=True):
+            assert len(top) == 1
+            assert logprob <= max(top.values())
+        assert choice["text"].startswith(text.replace("~", ""))
+        assert choice["finish_reason"] in ("length", "stop")
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] == sum(map(len, ids))
+    assert usage["completion_tokens"] == 3 * max_tokens
+
+
 def test_prompts_at_once_have_several_answers_each_in_order(client: Client) -> None:
-    asked: Json = {"n": 2, "seed": 5, "temperature": 0.9, "max_tokens": 9}
+    asked: Json = {"n": 2, "seed": 5, "temperature": 0.9, "max_tokens": 9, "echo": True}
     asked["stop"] = ["e"]  # as lm-eval's `generate_until`
     answer = client.ask(prompt=PROMPTS, logprobs=2, **asked)
     alone = [
@@ -30,6 +65,20 @@ def test_prompts_at_once_have_several_answers_each_in_order(client: Client) -> N
         assert text_of(of_it) == choice["text"]
         shown = [each["choices"][0].get("logprobs") or {"tokens": []} for each in of_it]
         assert [name for each in shown for name in each["tokens"]] == choice["logprobs"]["tokens"]
+
+
+def test_a_long_prompt_has_the_logprobs_of_one_forward(loaded: LoadedModel) -> None:
+    """It runs in pieces, between which others may go on."""
+    token_ids = [place * place % 90 for place in range(300)]
+    body: Json = {"max_tokens": 0, "echo": True, "logprobs": 0}
+    with serving(loaded) as client:
+        client.ask(max_tokens=4)  # shows that forwards of this model run together
+        engine = client.server._engine
+        engine.prefill_chunk = engine._prefill_left = 50  # tokens
+        choice = client.ask(prompt=token_ids, **body)["choices"][0]
+    expected = logprobs_of(loaded, token_ids).tolist()
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected, abs=1e-3)
+    assert choice["logprobs"]["top_logprobs"][1:] == [{}] * 299
 
 
 # --- clients with strict types --------------------------------------------------------------

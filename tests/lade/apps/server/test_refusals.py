@@ -93,8 +93,8 @@ CHATS: list[tuple[Json, str]] = [
 ]
 TEXTS: list[tuple[Json, str]] = [
     ({"best_of": 2}, "best_of"),
-    ({"echo": True}, "echo: Input should be False"),
-    ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+    ({"echo": "yes"}, "echo: Input should be a valid boolean"),
+    ({"max_tokens": 0}, "max_tokens: expected at least 1, or echo"),
     ({"prompt": ["a"] * 65}, "prompt: .* at most 64 items"),
     ({"prompt": ["a"] * 9, "n": 8}, "n: expected at most 64 answers"),
     ({"prompt": ["a", []]}, "prompt"),
