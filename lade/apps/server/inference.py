@@ -195,7 +195,7 @@ class _Relay:
         asks = self._num_top is not None
         if asks:
             _, start, end = self._new.pop()
-            self._waiting.append((start, end, self._named(first)[0], (None, None)))
+            self._waiting.append((start, end, self._named(first)["token"], (None, None)))
         rows: Iterable[Any] = _logits_of(model, input_ids) if asks else repeat(None)
         for token_id, row in zip(others, rows, strict=False):  # the last foretells the answer
             self._read(self._text_of(token_id))
