@@ -1,12 +1,13 @@
 """Results as a table for a terminal, by category."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from lade.apps.bench.busy import Load, Sums
 from lade.apps.bench.run import Result, Summary, summarise
 
 _COLUMNS = ("tokens/s", "speed-up", "MAT", "draft tokens /step", "same text", "accepted")
@@ -85,4 +86,14 @@ def table(
                 *("" if s is None else f"{s:.0%}" for s in (each.same_text, each.acceptance_rate)),
             )
         made.add_section()
+    return made
+
+
+def busy_table(sums: Mapping[Load, Sums], title: str) -> Table:
+    """Return a table of speeds beside busy processes."""
+    made = empty_table(title, "CPU: tokens for each second that all threads computed")
+    for heading in ("method", "threads", "busy processes", "tokens/s", "CPU"):
+        made.add_column(heading, justify="right")
+    for load, of_load in sums.items():
+        made.add_row(*map(str, load), *(f"{rate:.1f}" for rate in of_load.rates().values()))
     return made

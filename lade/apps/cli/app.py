@@ -184,6 +184,12 @@ def bench(
     max_new_tokens: MaxNewTokensOption = 128,
     loading: LoadOptions,
     temperature: TemperatureOption = 0.0,
+    busy: bool = typer.Option(
+        False,
+        "--busy",
+        help="Instead, compare lade and plain generate beside busy processes: none, one, and one a "
+        "core; with all threads, and with one.",
+    ),
     json: JsonOption = None,
 ) -> None:
     """Compare lade with plain generate and with transformers' prompt lookup, on your prompts.
@@ -205,9 +211,9 @@ def bench(
     for each in chosen:
         check_text(each.text)
     loaded = loading.load()
-    from lade.apps.cli.bench import compare  # imports torch, in silence
+    from lade.apps.cli.bench import compare, compare_busy  # imports torch, in silence
 
-    compare(loaded, chosen, settings, json)
+    (compare_busy if busy else compare)(loaded, chosen, settings, json)
 
 
 @app.command(rich_help_panel=_PREPARE)

@@ -16,10 +16,11 @@ from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 from rich.text import Text
 
 from lade._version import __version__
+from lade.apps.bench import busy
 from lade.apps.bench.comparison import Side, compared, why_different
 from lade.apps.bench.methods import METHODS, Answer, Method
 from lade.apps.bench.prompts import Prompt
-from lade.apps.bench.report import groups, table
+from lade.apps.bench.report import busy_table, groups, table
 from lade.apps.bench.run import Contest, Result, summarise, warm_up
 from lade.apps.chat.view import DRAFTED, AnswerView
 from lade.apps.cli.generate import encode_prompts
@@ -27,6 +28,7 @@ from lade.apps.cli.loading import bar, check, console, working
 from lade.apps.cli.prewarm import note_missing_table
 from lade.compat import dtype_of
 from lade.forward.packed import formats_of
+from lade.machine.threads import num_cores
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
 from lade.models.stream import TextStream, without_controls
@@ -97,12 +99,31 @@ def compare(
         }
         how = {**describe_model(loaded), **asdict(settings), "verification": verification}
         how["interrupted"] = stopped is not None
-        text = json.dumps({"settings": how, "summary": summary}, indent=1)
-        file.write_text(f"{text}\n", encoding="utf-8")
-        console.print(f"[dim]written to {file}[/dim]", soft_wrap=True)
+        _write(file, {"settings": how, "summary": summary})
     if stopped is not None:
         console.print(f"stopped after {len(results)} of {len(inputs)} prompts")
         raise stopped
+
+
+def compare_busy(
+    loaded: LoadedModel, prompts: Sequence[Prompt], settings: Settings, file: Path | None
+) -> None:
+    """Run `lade bench --busy`."""
+    inputs = encode_prompts(loaded, [each.text for each in prompts], settings.max_new_tokens)
+    with bar(MofNCompleteColumn(), TimeRemainingColumn()) as bars:
+        task = bars.add_task("answering", total=len(inputs))
+        warm_up(loaded, busy.METHODS, settings)
+        given = loaded.model, inputs, settings.options()
+        sums = busy.measure(*given, num_cores(), lambda: bars.advance(task))
+    Console(highlight=False).print(busy_table(sums, settings.describe()), crop=False)
+    if file is not None:
+        rows = [{**load._asdict(), **of_load.rates()} for load, of_load in sums.items()]
+        _write(file, {"settings": {**describe_model(loaded), **asdict(settings)}, "loads": rows})
+
+
+def _write(file: Path, results: dict[str, Any]) -> None:
+    file.write_text(f"{json.dumps(results, indent=1)}\n", encoding="utf-8")
+    console.print(f"[dim]written to {file}[/dim]", soft_wrap=True)
 
 
 def describe_model(loaded: LoadedModel) -> dict[str, Any]:

@@ -89,6 +89,15 @@ def test_bench_prints_a_table_and_writes_everything(
         assert all(entry["same_text"] == 1.0 for entry in of_methods.values())
 
 
+def test_bench_measures_beside_busy_processes(folder: str, prompts: Path, tmp_path: Path) -> None:
+    done, results = measured(folder, tmp_path / "busy.json", "--prompts", prompts, "--busy")
+    assert done.code == 0
+    loads = {(each["method"], each["num_busy"]) for each in results["loads"]}
+    assert loads >= {(method, num) for method in ("plain", "lade") for num in (0, 1)}
+    assert all(each["tokens_per_cpu_sec"] > 0 for each in results["loads"])
+    assert re.search(r"^ *lade +\d+ +1 +\d+\.\d +\d+\.\d *$", done.out, re.MULTILINE)
+
+
 def test_what_was_measured_before_ctrl_c_is_kept(
     folder: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
