@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.prompts import Chosen, Half, choose
-from lade.cli import line_of
-from lade.cli.options import (
+from lade.apps.cli import line_of
+from lade.apps.cli.options import (
     DraftOptions,
     DtypeOption,
     JsonOption,
@@ -99,7 +99,6 @@ def run_methods(
         str | None, typer.Option(metavar="NAMES", help="Comma-separated; those of the file.")
     ] = None,
     passes: PassesOption = 1,
-    model: ModelOption = None,
     loading: LoadOptions,
     sampling: SamplingOptions,
     drafting: DraftOptions,
@@ -128,7 +127,7 @@ def run_methods(
     chosen_methods = choose_methods(methods, drafting, first_layers)
     given = Given(Config(max_draft_tokens=max_draft_tokens), num_layers=first_layers)
     chosen = choose(prompts, limit, half, categories)
-    run(loading.load(model), chosen, chosen_methods, settings, given, json, drafting)
+    run(loading.load(), chosen, chosen_methods, settings, given, json, drafting)
 
 
 @app.command("publish")
@@ -175,7 +174,7 @@ def run_arena(
 
     names, sizes = named(methods, METHODS), numbers(max_draft_tokens)
     chosen = asked.chosen()
-    loaded = LoadOptions(dtype=dtype).load(model)
+    loaded = LoadOptions(model, dtype=dtype).load()
     run(loaded, chosen, names, sizes, Settings(max_new_tokens), json, costs)
 
 
@@ -199,7 +198,7 @@ def run_fit(
     from benchmarks.fit import run
 
     chosen = choose(prompts, limit, half)
-    run(LoadOptions(dtype=dtype).load(model), chosen, Settings(max_new_tokens), json)
+    run(LoadOptions(model, dtype=dtype).load(), chosen, Settings(max_new_tokens), json)
 
 
 @app.command("serve")
@@ -293,7 +292,6 @@ def run_memory(
     max_new_tokens: MaxNewTokensOption = 128,
     limit: LimitOption = None,
     passes: PassesOption = 1,
-    model: ModelOption = None,
     loading: LoadOptions,
     json: JsonOption = None,
 ) -> None:
@@ -308,7 +306,7 @@ def run_memory(
     known = [name for name, info in METHODS.items() if info.takes is None]
     names = named(methods, known)
     chosen, settings = choose(prompts, limit, None), Settings(max_new_tokens)
-    run(model, vars(loading), chosen, names, settings, passes, json)
+    run(vars(loading), chosen, names, settings, passes, json)
 
 
 @app.command("forwards")
@@ -325,8 +323,8 @@ def run_forwards(
     """Time forwards by their number of tokens, by torch and by lade, beside reading all weights."""
     from benchmarks.forwards import run, shaped
 
-    options = LoadOptions("cpu", dtype, threads)
-    loaded = options.load(model) if shape is None else shaped(shape, options)
+    options = LoadOptions(model, "cpu", dtype, threads)
+    loaded = options.load() if shape is None else shaped(shape, options)
     run(loaded, context, json)
 
 
@@ -352,7 +350,7 @@ def run_cpu_engines(
     if dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"expected --dtype float32 or bfloat16, got {dtype}")
     chosen = asked.chosen()
-    run(LoadOptions("cpu", dtype, threads).load(model), chosen, max_new_tokens, json)
+    run(LoadOptions(model, "cpu", dtype, threads).load(), chosen, max_new_tokens, json)
 
 
 @app.command("pool")
@@ -375,14 +373,13 @@ def run_pool(
 def run_predictions(
     *,
     rounds: PassesOption = 3,
-    model: ModelOption = None,
     loading: LoadOptions,
     json: JsonOption = None,
 ) -> None:
     """Time edits of a text with the text as the prediction, without, and by prompt lookup."""
     from benchmarks.predictions import run
 
-    run(loading.load(model), rounds, json)
+    run(loading.load(), rounds, json)
 
 
 @app.command("budget")
@@ -428,14 +425,13 @@ def run_sameness(
     *,
     asked: PromptChoice,
     max_new_tokens: MaxNewTokensOption = 128,
-    model: ModelOption = None,
     loading: LoadOptions,
     json: JsonOption = None,
 ) -> None:
     """Count the answers that drafts, pools, batches, threads and load leave as they are."""
     from benchmarks.sameness import run
 
-    run(loading.load(model), asked.chosen(), max_new_tokens, json)
+    run(loading.load(), asked.chosen(), max_new_tokens, json)
 
 
 @app.command("generators")
@@ -461,7 +457,6 @@ def run_prewarming(
     ] = "1,2,5,10,30,60",
     max_draft_tokens: SizesOption = "7,15",
     max_new_tokens: MaxNewTokensOption = 96,
-    model: ModelOption = None,
     loading: LoadOptions,
     json: JsonOption = None,
 ) -> None:
@@ -472,7 +467,7 @@ def run_prewarming(
     totals = sorted(float(each) for each in minutes.split(","))
     chosen = asked.chosen()
     fixed = numbers(max_draft_tokens, 1)
-    run(loading.load(model), chosen, totals, fixed, max_new_tokens, json)
+    run(loading.load(), chosen, totals, fixed, max_new_tokens, json)
 
 
 @app.command("gpu")

@@ -27,11 +27,11 @@ from benchmarks.methods import Given
 from benchmarks.prompts import Chosen, fingerprint
 from benchmarks.report import Keeping, msec_text, progress_bar, rounded, share_text, sheet, show
 from benchmarks.rivals.catalogue import RIVALS
-from lade.bench.methods import Method, plain
-from lade.bench.prompts import Prompt
-from lade.bench.report import LOOPS, OVERALL, groups
-from lade.cli.bench import describe_model
-from lade.cli.prompting import encode_prompts
+from lade.apps.bench.methods import Method, plain
+from lade.apps.bench.prompts import Prompt
+from lade.apps.bench.report import LOOPS, OVERALL, groups
+from lade.apps.cli.bench import describe_model
+from lade.apps.cli.generate import encode_prompts
 from lade.config import Config
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings

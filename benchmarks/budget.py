@@ -50,14 +50,14 @@ class Measured(NamedTuple):
 
 def measure(job: Job) -> Measured:
     """Answer prompts with every number of draft tokens in turn, in this process."""
-    from lade.bench.methods import Lade
-    from lade.cli.options import LoadOptions
+    from lade.apps.bench.methods import Lade
+    from lade.apps.cli.options import LoadOptions
     from lade.config import Config
     from lade.models.prompts import encode
     from lade.stats import DecodeStats
 
     begin = perf_counter()
-    loaded = LoadOptions("cpu", job.dtype, job.threads).load(job.model)
+    loaded = LoadOptions(job.model, "cpu", job.dtype, job.threads).load()
     auto = Config(uses_kernels=job.uses_kernels)
     ways = {AUTO: Lade(auto)}
     ways |= {str(num): Lade(replace(auto, max_draft_tokens=num)) for num in job.numbers}

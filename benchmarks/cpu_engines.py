@@ -25,9 +25,9 @@ from benchmarks.environment import environment
 from benchmarks.gguf_engines import ENGINES, Clock, Continuation, Start, ask, write_gguf
 from benchmarks.prompts import Chosen
 from benchmarks.report import progress_bar, share_text, sheet, show, speedup_text
-from lade.bench.methods import new_rows
-from lade.cli.bench import describe_model
-from lade.cli.prompting import encode_prompts
+from lade.apps.bench.methods import new_rows
+from lade.apps.cli.bench import describe_model
+from lade.apps.cli.generate import encode_prompts
 from lade.models import LoadedModel, encode
 from lade.models.gguf import gguf_in
 from lade.models.settings import Settings

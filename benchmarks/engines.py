@@ -34,7 +34,7 @@ from benchmarks.report import (
     show,
     speedup_text,
 )
-from lade.cli.loading import tell
+from lade.apps.cli.loading import tell
 from lade.engines.extension import PoolExtension
 from lade.errors import LadeError, MissingExtraError
 from lade.models.loading import find_model, load_tokenizer, source_of

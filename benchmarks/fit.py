@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from benchmarks.environment import environment
 from benchmarks.prompts import Chosen
 from benchmarks.report import progress_bar, show
-from lade.bench.methods import Lade
-from lade.bench.prompts import Prompt
-from lade.cli.bench import describe_model
-from lade.cli.loading import console
-from lade.cli.prompting import encode_prompts
+from lade.apps.bench.methods import Lade
+from lade.apps.bench.prompts import Prompt
+from lade.apps.cli.bench import describe_model
+from lade.apps.cli.generate import encode_prompts
+from lade.apps.cli.loading import console
 from lade.config import Config
 from lade.drafting.sources import PoolDrafter
 from lade.drafting.successors import Successors

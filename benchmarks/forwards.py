@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from benchmarks.environment import environment
 from benchmarks.report import progress_bar, sheet, show
 from benchmarks.shapes import SHAPES, make_model
-from lade.cli.options import LoadOptions
+from lade.apps.cli.options import LoadOptions
 from lade.compat import Model
 from lade.drafting.drafts import draft_of
 from lade.models.loading import LoadedModel

@@ -22,8 +22,8 @@ from benchmarks.environment import environment
 from benchmarks.methods import named
 from benchmarks.report import Keeping, rounded, sheet, show, speedup_text, write_json
 from benchmarks.shapes import SHAPES, KnownModel, Shape, make_model, random_prompt
-from lade.bench.methods import Answer, Lade, Method, plain, prompt_lookup
-from lade.cli.loading import tell
+from lade.apps.bench.methods import Answer, Lade, Method, plain, prompt_lookup
+from lade.apps.cli.loading import tell
 from lade.compat import Model
 from lade.config import Config
 from lade.drafting.drafts import chain

@@ -28,7 +28,7 @@ _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131
 
 
 def measure(
-    method: str, model: str | None, loading: Mapping[str, Any], texts: Sequence[str], new: int
+    method: str, loading: Mapping[str, Any], texts: Sequence[str], new: int
 ) -> dict[str, Any]:
     """Load a model, warm up, answer all prompts and return the peak memory, in bytes.
 
@@ -39,7 +39,8 @@ def measure(
 
     from lade.models import encode, load
 
-    loaded = load(model, **loading)
+    how = {**loading}
+    loaded = load(how.pop("model"), **how)
     device = loaded.model.device
     if method == "plain":
         generate = loaded.model.generate
@@ -81,7 +82,6 @@ def _resident(field: str) -> int:
 
 
 def run(
-    model: str | None,
     loading: Mapping[str, Any],
     chosen: "Chosen",
     methods: Sequence[str],
@@ -100,7 +100,7 @@ def run(
         task = bars.add_task("measuring", total=len(methods) * num_repeats)
         for _ in range(num_repeats):
             for name in methods:
-                peaks.append(alone(measure, name, model, loading, texts, settings.max_new_tokens))
+                peaks.append(alone(measure, name, loading, texts, settings.max_new_tokens))
                 bars.advance(task)
     described, summaries = peaks[0]["model"], dict[str, dict[str, Any]]()
     for name in dict.fromkeys(peak["method"] for peak in peaks):

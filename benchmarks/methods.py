@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from benchmarks.rivals.catalogue import RIVALS, Rival
-from lade.bench.methods import Lade, Method, TransformersAssisted, plain
+from lade.apps.bench.methods import Lade, Method, TransformersAssisted, plain
 from lade.config import Config
 from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
 from lade.drafting.drafter import Drafter

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from benchmarks.environment import environment
 from benchmarks.report import Keeping, rounded, sheet, show
+from lade.apps.cli.loading import console
 from lade.budget.budget import Budget
-from lade.cli.loading import console
 from lade.drafting.sources import PoolDrafter
 from lade.drafting.successors import Successors
 from ngram_pool import NGramPool

@@ -20,8 +20,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import lade
 from benchmarks.environment import environment
 from benchmarks.report import show
-from lade.cli.bench import describe_model
-from lade.cli.loading import console
+from lade.apps.cli.bench import describe_model
+from lade.apps.cli.loading import console
 from lade.models import LoadedModel, encode
 
 CODE = '''\

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import lade
 from benchmarks.environment import environment
 from benchmarks.report import Keeping, progress_bar, sheet, show
-from lade.bench.methods import Lade, Method
-from lade.cli.bench import describe_model
+from lade.apps.bench.methods import Lade, Method
+from lade.apps.cli.bench import describe_model
 from lade.config import Config
 from lade.drafting.sources import PoolDrafter
 from lade.models.prompts import encode

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from lade.bench.prompts import Prompt, read_prompts
+from lade.apps.bench.prompts import Prompt, read_prompts
 
 
 class Chosen(NamedTuple):

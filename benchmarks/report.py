@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.environment import environment
-from lade.bench.report import empty_table, groups
-from lade.bench.run import Result, Summary, stats_of, summarise
-from lade.cli.loading import bar, console
+from lade.apps.bench.report import empty_table, groups
+from lade.apps.bench.run import Result, Summary, stats_of, summarise
+from lade.apps.cli.loading import bar, console
 
 _DIGITS = 6  # decimal places, in files
 

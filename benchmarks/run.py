@@ -15,12 +15,12 @@ from benchmarks.methods import METHODS, Given, MethodInfo, named
 from benchmarks.prompts import Chosen
 from benchmarks.quantized import int8_copy
 from benchmarks.report import Keeping, as_json, progress_bar, rounded, show
-from lade.bench.prompts import Prompt
-from lade.bench.report import groups, table
-from lade.bench.run import Contest, Result, Summary, summarise
-from lade.cli.bench import describe_model
-from lade.cli.options import DraftOptions
-from lade.cli.prompting import encode_prompts
+from lade.apps.bench.prompts import Prompt
+from lade.apps.bench.report import groups, table
+from lade.apps.bench.run import Contest, Result, Summary, summarise
+from lade.apps.cli.bench import describe_model
+from lade.apps.cli.generate import encode_prompts
+from lade.apps.cli.options import DraftOptions
 from lade.errors import UserError
 from lade.models.loading import LoadedModel
 from lade.models.prompts import encode

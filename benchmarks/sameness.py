@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 import lade
 from benchmarks.environment import environment
 from benchmarks.report import Keeping, progress_bar, sheet, show
-from lade.cli.bench import describe_model
+from lade.apps.cli.bench import describe_model
 from lade.compat import attention_of
 from lade.compat.view import with_attention
 from lade.models.prompts import encode

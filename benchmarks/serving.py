@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks.environment import environment
 from benchmarks.prompts import Chosen
 from benchmarks.report import Keeping, progress_bar, sheet, show, speedup_text
-from lade.bench.prompts import Prompt
+from lade.apps.bench.prompts import Prompt
 from lade.errors import LadeError
 
 _TIMEOUT_SEC = 600.0

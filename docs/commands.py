@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 import typer
 
-from lade.cli.app import app
+from lade.apps.cli.app import app
 
 
 def markdown() -> str:

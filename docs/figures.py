@@ -37,7 +37,7 @@ from benchmarks.cpu_engines import HEADINGS, cells_of
 from benchmarks.environment import code as present_code
 from benchmarks.report import msec_text, share_text, speedup_text
 from benchmarks.run import BenchSettings
-from lade.bench.report import LOOPS, OVERALL
+from lade.apps.bench.report import LOOPS, OVERALL
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent

@@ -2,10 +2,13 @@
 
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.cells import cell_len
 from rich.console import Console
+from rich.segment import Segment
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
@@ -19,11 +22,23 @@ _LINES = (
 _SVG_FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 
 
+def folded(segments: list[Segment]) -> Iterator[Segment]:
+    """Yield segments with lines broken where a terminal breaks them."""
+    column = 0
+    for text, style, control in segments:
+        for letter in text:
+            column = 0 if letter == "\n" else column + cell_len(letter)
+            if column > _WIDTH:
+                yield Segment("\n")
+                column = cell_len(letter)
+            yield Segment(letter, style, control)
+
+
 def terminal() -> None:
     """Draw a chat in a terminal."""
     import lade
-    from lade.chat.conversation import Conversation
-    from lade.chat.terminal import PROMPT, Terminal
+    from lade.apps.chat.conversation import Conversation
+    from lade.apps.chat.terminal import PROMPT, Terminal
     from lade.models.settings import Settings
 
     loaded = lade.models.load(dtype="float32")  # where both write the same
@@ -43,7 +58,7 @@ def terminal() -> None:
         console.print(Text.assemble((PROMPT, "bold"), line))
         chat.take(line)
     console.print(Text(PROMPT, style="bold"))
-    console.print(Text(chat.status(), style="dim"))
+    console._record_buffer[:] = folded(console._record_buffer)
     IMAGES.mkdir(exist_ok=True)
     (IMAGES / "chat.svg").write_text(
         console.export_svg(

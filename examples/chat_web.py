@@ -23,10 +23,12 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStr
 
 import lade
 from lade.models import LoadedModel, load
+from lade.stats import ends_in_loop
 
 _EXAMPLE = "Why is the sky blue?"
 _FRAME_SEC = 0.1  # between two looks at an answer
 _BAR = 24  # characters of the longest bar of a race
+_LOOP = 320  # repeated tokens that end an answer, as in the terminal
 # System fonts only: Gradio's own themes fetch theirs from Google.
 _FONT = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif")
 _MONO = ("ui-monospace", "Consolas", "monospace")
@@ -180,6 +182,7 @@ class Page:
         config = lade.Config(reuses_prefix=True)  # of a conversation, only what is new is run
         start = last = perf_counter()
         token_ids: list[int] = []
+        loops = False
         call = self.batcher.submit(
             **inputs, **options, pool=tab.pool, config=config, return_dict_in_generate=True
         )
@@ -187,7 +190,8 @@ class Page:
             with suppress(CancelledError):
                 for token_id in call:
                     token_ids.append(token_id)
-                    if stopped.is_set():
+                    loops = len(token_ids) % 16 == 0 and ends_in_loop(token_ids, _LOOP)
+                    if stopped.is_set() or loops:
                         call.cancel()
                     if perf_counter() - last > _FRAME_SEC:
                         last = perf_counter()
@@ -196,7 +200,7 @@ class Page:
             call.cancel()
         figures = _speed(len(token_ids), perf_counter() - start)
         if call.cancelled():
-            figures += ", stopped"
+            figures += ", ended, as it repeats itself" if loops else ", stopped"
         else:
             stats = call.result().stats
             figures += f", {stats.mean_accepted_tokens:.2f} tokens a step"

@@ -3,8 +3,8 @@
 import openai
 
 import lade
-from lade.server.app import Server
-from lade.server.options import ServerOptions
+from lade.apps.server.app import Server
+from lade.apps.server.options import ServerOptions
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Run the command line, `lade`, as `python -m lade`."""
 
-from lade.cli import main
+from lade.apps.cli import main
 
 if __name__ == "__main__":
     main()

@@ -44,7 +44,7 @@ def test_servers_are_deployed_by_files_that_parse_and_options_that_there_are() -
     import yaml
     from typer.main import get_command
 
-    from lade.cli.app import app
+    from lade.apps.cli.app import app
 
     command: Any = get_command(app)
     known = {each for option in command.commands["serve"].params for each in option.opts}

@@ -41,9 +41,10 @@ ORDER = [
         "forward",
     ),
     *("probing", "decoder", "prewarming", "drafters", "hf"),
-    *("batcher", "models", "bench", "chat", "server", "engines"),
+    *("batcher", "models", "engines"),
+    # What people start, which nothing above imports.
+    *("apps.bench", "apps.chat", "apps.server", "apps.cli"),
 ]
-EDGE = ["cli"]  # may import all of it
 
 
 @pytest.mark.parametrize("package", [lade, ngram_pool])
@@ -56,35 +57,35 @@ def test_all_is_sorted_and_complete(package: object) -> None:
 
 def files_of(name: str) -> list[Path]:
     """Return the files of a module or package of lade."""
-    folder = ROOT / "lade" / name
+    folder = ROOT.joinpath("lade", *name.split("."))
     return [*folder.rglob("*.py")] if folder.is_dir() else [folder.with_suffix(".py")]
 
 
 def test_the_core_imports_in_one_direction() -> None:
     found = {path.stem for path in (ROOT / "lade").iterdir() if path.suffix in ("", ".py")}
-    assert found - {"__init__", "__main__", "__pycache__"} == {*ORDER, *EDGE}
-    for name in ORDER:
-        later = [*ORDER[ORDER.index(name) + 1 :], *EDGE]
-        forbidden = {f"lade.{other}" for other in later}
+    known = {name.split(".")[0] for name in ORDER}
+    assert found - {"__init__", "__main__", "__pycache__"} == known
+    for number, name in enumerate(ORDER, 1):
+        later = tuple(f"lade.{other}." for other in ORDER[number:])
         for path in files_of(name):
-            imported = {".".join(each.split(".")[:2]) for each in modules_of(path)}
-            assert not imported & forbidden, path
+            assert not any(f"{each}.".startswith(later) for each in modules_of(path)), path
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in [*ORDER, *EDGE] if (ROOT / "lade" / name).is_dir()]
-)
+@pytest.mark.parametrize("name", ["apps", *ORDER])
 def test_every_package_says_what_lives_there(name: str) -> None:
-    module = ast.parse((ROOT / "lade" / name / "__init__.py").read_text())
+    path = ROOT.joinpath("lade", *name.split("."))
+    module = ast.parse(
+        (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    )
     assert ast.get_docstring(module)
 
 
 # Where any error is caught, and how often: at edges to code that is not ours, in threads, and to
 # clean up. Elsewhere such code is run by `lade.compat.attempts`, or errors simply pass.
 CATCHES_ANYTHING = {
-    "lade/chat/conversation.py": 1,
-    "lade/chat/terminal.py": 1,
-    "lade/cli/__init__.py": 1,
+    "lade/apps/chat/conversation.py": 1,
+    "lade/apps/chat/terminal.py": 1,
+    "lade/apps/cli/__init__.py": 1,
     "lade/probing/proof.py": 1,
     "lade/drafting/sources.py": 2,
     "lade/engine/engine.py": 6,
@@ -97,7 +98,7 @@ CATCHES_ANYTHING = {
     "lade/models/loading.py": 3,
     "lade/prewarming/idle.py": 1,
     "lade/prewarming/tables.py": 1,
-    "lade/server/limits.py": 1,
+    "lade/apps/server/limits.py": 1,
     "lade/targets/joint.py": 1,
     "lade/engine/turns.py": 1,
     "ngram_pool/compiling.py": 1,
@@ -120,8 +121,6 @@ def test_any_error_is_caught_at_named_edges_alone() -> None:
 
 # Public with a long list of what it takes, which transformers passes by name.
 TAKES_MUCH = {"lade/hf/api.py:decode"}
-# `lade.batcher.Request` is public, and what a server's client sends is one.
-NAMED_TWICE = {"Request"}
 
 
 def num_taken(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -147,7 +146,7 @@ def test_no_class_name_means_two_things_and_no_function_takes_more_than_eight() 
             if path.name not in ("_kernels.py", "kernels.py"):
                 takes_much |= {f"{place}:{each.name}" for each in functions if num_taken(each) > 8}
     assert takes_much == TAKES_MUCH
-    assert {name for name, number in names.items() if number > 1} <= NAMED_TWICE
+    assert [name for name, number in names.items() if number > 1] == []
 
 
 def test_the_pool_knows_nothing_of_torch_or_lade() -> None:
@@ -165,8 +164,8 @@ def test_nothing_of_the_wheel_imports_benchmarks_or_tests() -> None:
 
 def test_lade_generate_runs_without_the_benchmark() -> None:
     for name in ("generate", "serve", "prewarm"):
-        imported = modules_of(ROOT / "lade" / "cli" / f"{name}.py")
-        assert not any(each.startswith("lade.bench") for each in imported), name
+        imported = modules_of(ROOT / "lade" / "apps" / "cli" / f"{name}.py")
+        assert not any(each.startswith("lade.apps.bench") for each in imported), name
 
 
 def test_importing_lade_is_light_and_knows_its_names() -> None:
@@ -230,8 +229,8 @@ def test_the_wheel_carries_both_packages_and_their_types(tmp_path: Path) -> None
         "import importlib.metadata as m, pathlib, sys, lade\n"
         "root = pathlib.Path(sys.argv[1])\n"
         "assert pathlib.Path(lade.__file__).is_relative_to(root), lade.__file__\n"
-        "for name in ('lade/py.typed', 'ngram_pool/py.typed', 'lade/cli/app.py',\n"
-        "             'lade/__init__.pyi', 'lade/bench/run.py',\n"
+        "for name in ('lade/py.typed', 'ngram_pool/py.typed', 'lade/apps/cli/app.py',\n"
+        "             'lade/__init__.pyi', 'lade/apps/bench/run.py',\n"
         "             'ngram_pool/_kernels.py'):\n"
         "    assert (root / name).is_file(), name\n"
         "print(m.version('lade-decoding'), lade.__version__)"

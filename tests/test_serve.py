@@ -12,8 +12,8 @@ import pytest
 from transformers.cli.serve import Serve
 
 import lade
-from tests.lade.server.client import Client, text_of
-from tests.lade.server.serving import loaded_model, plain_text, wait_until
+from tests.lade.apps.server.client import Client, text_of
+from tests.lade.apps.server.serving import loaded_model, plain_text, wait_until
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

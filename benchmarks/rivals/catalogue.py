@@ -1,6 +1,6 @@
 """`RIVALS`: the rivals by name, each with the budget it was published with.
 
-Next file: `lade/bench/methods.py`.
+Next file: `lade/apps/bench/methods.py`.
 """
 
 from collections.abc import Callable

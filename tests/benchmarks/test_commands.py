@@ -281,7 +281,7 @@ def test_forwards_are_timed_with_both_products(
     results: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forwards, "_NUM_ROUNDS", 1)
-    load = "lade.cli.options.LoadOptions.load"
+    load = "lade.apps.cli.options.LoadOptions.load"
 
     def loaded(width: int) -> Any:
         model = tiny_model("llama", hidden_size=width, dtype=torch.float32)

@@ -306,8 +306,8 @@ def test_prompts_in_chunks_are_answered_so_behind_windows_too(family: str) -> No
 
 
 def test_a_server_answers_with_the_text_of_generate() -> None:
-    from tests.lade.server import client as clients
-    from tests.lade.server import serving
+    from tests.lade.apps.server import client as clients
+    from tests.lade.apps.server import serving
 
     loaded = serving.loaded_model()
     expected = serving.plain_text(loaded)

@@ -12,7 +12,7 @@ import transformers
 
 import lade
 from ngram_pool import PoolStore
-from tests.lade.server.serving import NAME, loaded_model, serving
+from tests.lade.apps.server.serving import NAME, loaded_model, serving
 
 DOCS = Path(__file__).parents[2] / "docs"
 _MADE = re.compile(r"<!-- figures: (?:example|reference|command_line) .*?<!-- end -->", re.DOTALL)

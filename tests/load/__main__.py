@@ -31,8 +31,8 @@ import torch
 
 import lade
 from tests.about import about
-from tests.lade.server.hostile import BODIES, FLOODS
-from tests.lade.server.serving import loaded_model, plain_text, process_of
+from tests.lade.apps.server.hostile import BODIES, FLOODS
+from tests.lade.apps.server.serving import loaded_model, plain_text, process_of
 
 _KEYS = [f"key-{number}" for number in range(20)]
 _ATTACKERS = [f"attacker-{number}" for number in range(6)]

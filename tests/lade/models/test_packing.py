@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 import lade
 from lade.models import load, pack
 from tests.grids import thinned
+from tests.lade.apps.cli.command import run
 from tests.lade.both import EIGHT, ONE, THREE, same_as_generate
-from tests.lade.cli.command import run
 from tests.lade.forward.conftest import Ran, ran  # noqa: F401
 from tests.lade.tiny import byte_tokenizer, tiny_model
 from tests.support.tiny import tiny_model as any_tiny_model

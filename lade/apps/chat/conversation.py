@@ -1,0 +1,341 @@
+"""`Conversation`: messages, and answers to them piece by piece; `Turn`: one answer.
+
+It prints nothing. The model answers in another thread, so that a caller who waits for a piece can
+be interrupted at once.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from os import PathLike
+from pathlib import Path
+from queue import SimpleQueue
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from lade.apps.chat.pieces import Piece, PieceStream
+from lade.config import Config
+from lade.errors import UserError
+from lade.hf.api import generate
+from lade.hf.pools import Pools, pools_of
+from lade.models.loading import LoadedModel
+from lade.models.prompts import check_system, encode_messages, num_tokens_after
+from lade.models.settings import Settings
+from lade.stats import DecodeStats, Step, ends_in_loop
+from ngram_pool import NGramPool
+from ngram_pool.writing import write_whole
+
+# An answer ends after this many repeated tokens: lists and tables that users ask for repeat fewer.
+# Tokens between two searches for a loop; a search takes a tenth of a millisecond.
+_LOOP_TOKENS, _LOOKS_EVERY = 320, 16
+# The thread of an answer passes on steps, and at the end statistics, None or an error.
+_Made = Step | DecodeStats | BaseException | None
+
+
+@dataclass(slots=True)
+class Turn:
+    """One answer, finished or not; it grows while it is generated."""
+
+    seed: int  # of torch's generator when the answer began
+    is_plain: bool  # whether the model's own `generate` made it
+    is_alone: bool  # whether no pool and no kept prefix of earlier answers helped
+    prompt_ids: list[int]  # tokens of the whole conversation before it
+    pieces: list[Piece] = field(default_factory=list)  # text of the answer, thinking included
+    steps: list[Step] = field(default_factory=list)  # one for each forward pass, the prompt's first
+    first_token_sec: float | None = None  # None before the first token
+    sec: float = 0.0  # of the whole answer, the prompt included
+    is_complete: bool = False  # the model ended it, and it was not stopped
+    is_looping: bool = False  # the chat ended it, because it repeated itself
+    stats: DecodeStats | None = None  # of the whole call, at its end; None for plain answers
+
+    @property
+    def text(self) -> str:
+        """The answer without its thinking."""
+        text = "".join(piece.text for piece in self.pieces if not piece.is_thinking)
+        return text.lstrip("\n") if any(piece.is_thinking for piece in self.pieces) else text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The answer's tokens, its end and thinking included."""
+        return [token_id for step in self.steps for token_id in step.token_ids]
+
+    @property
+    def tokens_per_sec(self) -> float:
+        """Tokens per second of the whole answer, the prompt's time included."""
+        return len(self.token_ids) / self.sec if self.sec > 0 else 0.0
+
+    @property
+    def mean_accepted_tokens(self) -> float:
+        """MAT: tokens committed per step after the prompt's; plain decoding is 1.00."""
+        steps = self.steps[1:]
+        return sum(len(step.token_ids) for step in steps) / len(steps) if steps else 0.0
+
+    def noted(self, pieces: list[Piece]) -> list[Piece]:
+        """Add pieces, and return them."""
+        self.pieces += pieces
+        return pieces
+
+    def figures(self) -> list[str]:
+        """Return notes about the answer, the most important first."""
+        num_tokens = len(self.token_ids)
+        parts = ["stopped"] * (not self.is_complete) + ["plain"] * self.is_plain
+        parts.append(f"{num_tokens:,} token{'s' * (num_tokens != 1)}")
+        parts += [f"{self.tokens_per_sec:.1f} tokens a second"]
+        parts += [f"{self.mean_accepted_tokens:.2f} tokens a step"]
+        if self.first_token_sec is not None:
+            parts.append(f"the first after {self.first_token_sec:.1f} s")
+        if self.stats and (num_kept := self.stats.num_reused_tokens):
+            parts.append(f"{num_kept:,} of {len(self.prompt_ids):,} not run again")
+        if self.is_looping:
+            return ["ended, as it repeats itself", *parts]
+        return parts + ["ends in a loop"] * ends_in_loop(self.token_ids)
+
+
+class Conversation:
+    """Messages between a user and a model, and the answers' figures.
+
+        conversation = Conversation(lade.models.load())
+        for piece in conversation.answer("Why is the sky blue?"):
+            print(piece.text, end="")
+        print(conversation.turn.tokens_per_sec)
+
+    All answers but those with a given seed share one pool, and run only the new tokens of their
+    prompts. A question that fails or is stopped before the first word of its answer is removed from
+    the messages. Sampled answers draw from torch's global generator.
+
+    Attributes:
+        messages: messages of user and assistant in turn, in the form of chat templates, without the
+            system prompt.
+        turn: the last answer, also while it is generated; None if there is none.
+        settings: settings of the next answer.
+        system: the system prompt; None without one.
+
+    Raises:
+        TypeError: `pool` contains an object that is no pool.
+        UserError: the model's chat template takes no system prompt.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        settings: Settings | None = None,
+        pool: Pools | None = None,
+        system: str | None = None,
+    ) -> None:
+        self.loaded = loaded
+        self.settings = settings or Settings()
+        self.messages: list[dict[str, str]] = []
+        self.turn: Turn | None = None
+        self._pools = pools_of(NGramPool() if pool is None else pool)
+        self._num_answers = 0
+        self._system: str | None = None
+        self.system = system
+
+    # --- answers ------------------------------------------------------------------------------
+
+    def answer(
+        self,
+        text: str | None,
+        *,
+        is_plain: bool = False,
+        seed: int | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> Iterator[Piece]:
+        """Answer a message, or the last one once more; return the pieces as they come.
+
+        Errors in the message are raised at once; the answer begins when the first piece is
+        requested. If the iterator is closed or the event is set, the answer ends after the running
+        forward, and its text so far is kept. Without any text, the question is removed, too.
+
+        Args:
+            text: the user's message; None to answer the last message again, replacing its answer.
+            is_plain: whether to answer by the model's own `generate`.
+            seed: seed of torch's generator, to compare this answer with another: it has a pool of
+                its own and runs its whole prompt. None for the next seed, from the settings' on.
+            cancelled: event that ends the answer.
+
+        Raises:
+            ContextLengthError: the conversation is longer than the model's context.
+            UserError: there is no message to answer, it has no token, or the chat template refuses
+                the messages.
+        """
+        if text is not None:
+            asked = [*self.messages, {"role": "user", "content": text}]
+        else:
+            asked = self.messages[:-1] if self._ends_with("assistant") else [*self.messages]
+            if not asked:
+                raise UserError("expected a question to answer again, there is none yet")
+        before = [] if self.system is None else [{"role": "system", "content": self.system}]
+        inputs = encode_messages(self.loaded, [*before, *asked])
+        options = self.settings.options() | inputs
+        prompt_ids: list[int] = inputs["input_ids"][0].tolist()
+        num_left = num_tokens_after(self.loaded.model, len(prompt_ids))
+        if num_left is not None:
+            options["max_new_tokens"] = min(options["max_new_tokens"], num_left)
+        is_alone = is_plain or seed is not None
+        seed = self.settings.seed + self._num_answers if seed is None else seed
+        turn = Turn(seed, is_plain, is_alone, prompt_ids)
+        return self._answer(asked, turn, options, cancelled or threading.Event())
+
+    def _answer(
+        self,
+        asked: list[dict[str, str]],
+        turn: Turn,
+        options: dict[str, Any],
+        cancelled: threading.Event,
+    ) -> Iterator[Piece]:
+        stream = PieceStream(self.loaded.tokenizer, turn.prompt_ids)
+        made: SimpleQueue[tuple[_Made, float]] = SimpleQueue()
+        begin = perf_counter()
+
+        def put(each: _Made) -> None:
+            made.put((each, perf_counter() - begin))
+
+        stop = _Stop(cancelled, put if turn.is_plain else None)
+        # A daemon, so that an interrupt can leave in the middle of a long forward.
+        given: Any = {"args": (turn, options, stop, put), "daemon": True, "name": "lade-chat"}
+        thread = threading.Thread(target=self._generate, **given)
+        thread.start()
+        before = [*self.messages], self.turn
+        self.messages[:], self.turn = asked, turn
+        try:
+            taken, turn.sec = made.get()
+            while isinstance(taken, Step):
+                turn.steps.append(taken)
+                turn.first_token_sec = turn.first_token_sec or turn.sec
+                for index, token_id in enumerate(taken.token_ids):
+                    yield from turn.noted(stream.put(token_id, index < taken.num_accepted))
+                taken, turn.sec = made.get()
+            turn.is_complete = not stop.was_asked and not isinstance(taken, BaseException)
+            turn.is_looping = turn.is_complete and stop.is_looping
+            has_end = turn.is_complete and not turn.is_looping
+            is_cut = len(turn.token_ids) >= options["max_new_tokens"] or not has_end
+            yield from turn.noted(stream.end(is_cut))
+            if isinstance(taken, BaseException):
+                raise taken
+            turn.stats = taken
+        finally:
+            stop.is_closed = True
+            thread.join()
+            if turn.pieces or turn.is_complete:
+                self._num_answers += 1
+                # Models see earlier turns without their thinking.
+                self.messages.append({"role": "assistant", "content": turn.text})
+            else:
+                self.messages[:], self.turn = before
+
+    def _generate(
+        self, turn: Turn, options: dict[str, Any], stop: "_Stop", put: Callable[[_Made], None]
+    ) -> None:
+        """Answer, in the answer's thread. Plain `generate` counts nothing."""
+        model = self.loaded.model
+        options["stopping_criteria"] = StoppingCriteriaList([stop])
+        try:
+            torch.manual_seed(turn.seed)
+            if turn.is_plain:  # by the class's generate, in case the model is wrapped
+                type(model).generate(model, **options)
+                put(None)
+                return
+            output = generate(
+                model,
+                **options,
+                pool=None if turn.is_alone else self._pools,
+                config=Config(reuses_prefix=not turn.is_alone),
+                on_step=put,
+                return_dict_in_generate=True,
+            )
+            put(output.stats)
+        except BaseException as error:  # raised where the pieces are taken
+            put(error)
+
+    # --- messages -----------------------------------------------------------------------------
+
+    @property
+    def system(self) -> str | None:
+        """The system prompt; setting one that the chat template ignores raises a `UserError`."""
+        return self._system
+
+    @system.setter
+    def system(self, system: str | None) -> None:
+        if system is not None:
+            check_system(self.loaded, system)
+        self._system = system
+
+    def undo(self) -> str | None:
+        """Take the last message and its answer back; return the message, None without one."""
+        self.turn = None
+        if self._ends_with("assistant"):
+            del self.messages[-1]
+        return self.messages.pop()["content"] if self.messages else None
+
+    def clear(self) -> None:
+        """Forget all messages; the pool keeps what it learned."""
+        self.messages.clear()
+        self.turn, self._num_answers = None, 0
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write messages, system prompt and settings as JSON that only its owner may read."""
+        content = {
+            "model": self.loaded.name,
+            "system": self.system,
+            "settings": asdict(self.settings),
+            "messages": self.messages,
+        }
+        text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
+        write_whole(Path(path), text.encode())
+
+    def load(self, path: str | PathLike[str]) -> None:
+        """Replace all messages and settings by those of a file that `save` wrote.
+
+        Raises:
+            OSError: the file cannot be read.
+            UserError: the file is no saved conversation, or the chat template takes no system
+                prompt; nothing was changed.
+        """
+        data = Path(path).read_bytes()
+        try:
+            content = json.loads(data)
+            system, settings = content["system"], Settings(**content["settings"])
+            messages = [{"role": m["role"], "content": m["content"]} for m in content["messages"]]
+            if [m["role"] for m in messages] != ["user", "assistant"] * (len(messages) // 2):
+                raise ValueError("its messages are not a user's and an assistant's in turn")
+            texts = [system or "", *(m["content"] for m in messages)]
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError("not all of it is text")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise UserError(f"expected a saved conversation in {path}: {error}") from None
+        self.system, self.settings, self.messages[:] = system, settings, messages
+        self.turn, self._num_answers = None, len(messages) // 2
+
+    def _ends_with(self, role: str) -> bool:
+        return bool(self.messages) and self.messages[-1]["role"] == role
+
+
+class _Stop(StoppingCriteria):  # type: ignore[misc]
+    """Ends an answer that loops, whose event is set, or whose iterator was closed.
+
+    Each token of plain decoding is put as a step of its own.
+    """
+
+    def __init__(self, cancelled: threading.Event, put: Callable[[Step], None] | None) -> None:
+        self._cancelled, self._put = cancelled, put
+        self.is_closed = False
+        self.was_asked = self.is_looping = False
+        self._said: list[int] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Return whether each row is to end, bool [rows]."""
+        self._said.append(int(input_ids[0, -1]))
+        if self._put is not None:
+            self._put(Step(self._said[-1:], 0, 0))
+        self.was_asked |= self.is_closed or self._cancelled.is_set()
+        if len(self._said) % _LOOKS_EVERY == 0:
+            self.is_looping = ends_in_loop(self._said, _LOOP_TOKENS)
+        ends = self.was_asked or self.is_looping
+        return torch.full(input_ids.shape[:1], ends, dtype=torch.bool, device=input_ids.device)

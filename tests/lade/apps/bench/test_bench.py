@@ -1,0 +1,189 @@
+"""How `lade bench` and `benchmarks run` count: sums, medians, batches, loops; how tables are drawn.
+
+Private, since no command prints chosen figures. Commands are tested in
+`tests/lade/apps/cli/test_measuring.py`, and `run` with all settings in `tests/benchmarks`.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.methods import METHODS, Given
+from benchmarks.report import as_json, sheet
+from benchmarks.run import BenchSettings, median_of_passes, run_methods
+from lade.apps.bench.comparison import Side, compared
+from lade.apps.bench.methods import Answer
+from lade.apps.bench.prompts import Prompt, read_prompts
+from lade.apps.bench.report import LOOPS, OVERALL, groups, table
+from lade.apps.bench.run import MIXED, Result, summarise
+from lade.config import Config
+from lade.models.loading import LoadedModel
+from lade.stats import DecodeStats, SourceStats, Step, ends_in_loop
+from tests.lade.tiny import tiny_model
+
+
+class LetterTokenizer:
+    """One token a letter; enough to run a benchmark on a tiny model."""
+
+    chat_template = None
+    pad_token_id = None
+
+    def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([[2 + ord(letter) % 90 for letter in text]])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def tiny_loaded(seed: int = 4) -> LoadedModel:
+    return LoadedModel(tiny_model("llama", seed=seed), LetterTokenizer(), "folder/tiny")
+
+
+PROMPTS = [
+    Prompt(str(i), "a", text) for i, text in enumerate(["abcabc", "xy", "zzz", "q", "hello"])
+]
+
+
+def result(num_pass: int, category: str, loops: bool, **secs: float) -> Result:
+    stats = DecodeStats(2, 2, 6, num_committed_tokens=4, num_prefills=1)
+    answers = {name: Answer([[1, 2, 3, 4, 5]], sec, stats) for name, sec in secs.items()}
+    return Result([Prompt("1", category, "x")], 10, answers, loops, num_pass)
+
+
+def test_prompt_files_may_be_json_lines_or_text(tmp_path: Any) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(
+        '\ufeff{"question_id": 81, "category": "writing", "turns": ["first", "second"]}\r\n'
+        '\n{"prompt": "one\u2028line"}\nplain line\n'.encode()
+    )
+    assert read_prompts(path) == [
+        Prompt("81", "writing", "first", ("second",)),
+        Prompt("3", "all", "one\u2028line"),
+        Prompt("4", "all", "plain line"),
+    ]
+
+
+def test_loops_at_the_end_are_recognised() -> None:
+    assert all(map(ends_in_loop, ([1] * 24, [9, 8, 7] + [1, 2, 3] * 8, [*range(32)] * 3)))
+    # The last one repeats a list that is too long for a loop.
+    assert not any(map(ends_in_loop, ([1] * 23, [1, 2, 3] * 8 + [9], [*range(33)] * 4)))
+
+
+def test_summaries_sum_times_first_and_take_the_median_of_passes() -> None:
+    results = [
+        result(0, "a", False, plain=1.0, lade=0.5),
+        result(0, "b", False, plain=3.0, lade=0.5),
+        result(1, "a", False, plain=1.0, lade=1.0),
+        result(1, "b", False, plain=1.0, lade=1.0),
+        result(2, "a", False, plain=2.0, lade=1.0),
+        result(2, "b", False, plain=2.0, lade=1.0),
+        result(2, "b", True, plain=9.0, lade=1.0),
+    ]
+    parts = groups(results)
+    assert list(parts) == ["a", "b", OVERALL, LOOPS]
+    summary = median_of_passes(parts[OVERALL], "lade")
+    assert summary.speedup == 2.0  # of 4.0, 1.0 and 2.0
+    assert summary.tokens_per_sec == 5.0
+    assert summary.mean_accepted_tokens == 2.0  # four tokens in two steps; the fifth is prefill's
+    assert summary.draft_tokens_per_step == 3.0
+    assert summary.same_text == 1.0
+    assert summarise(parts[LOOPS], "lade").speedup == 9.0
+    assert summarise([result(0, "a", False, lade=1.0)], "lade").speedup is None
+
+
+def test_summaries_of_batches_count_rows() -> None:
+    rows = [[1, 2, 3, 4, 5], [1, 2, 9]]
+    plain = Answer(rows, 2.0, DecodeStats(4, 6, 0, num_committed_tokens=6))
+    # The rows take two steps and one; the first has plain's text.
+    lade = Answer([rows[0], [1, 2, 8]], 1.0, DecodeStats(2, 3, 9, num_committed_tokens=6))
+    prompts = [Prompt("1", "a", "x"), Prompt("2", "b", "y")]
+    results = [Result(prompts, 7, {"plain": plain, "lade": lade}, False)]
+    assert list(groups(results)) == [MIXED, OVERALL]
+    assert summarise(results, "plain").mean_accepted_tokens == 1.0  # and not 1.5
+    summary = summarise(results, "lade")
+    assert (summary.num_prompts, summary.speedup, summary.same_text) == (2, 2.0, 0.5)
+    assert summary.mean_accepted_tokens == 2.0  # and not 3.0
+    assert summary.draft_tokens_per_step == 3.0  # and not 4.5
+    (entry,) = as_json(results, ["plain", "lade"], {})["prompts"]
+    assert (entry["ids"], entry["category"]) == (["1", "2"], MIXED)
+    assert (entry["lade"]["same_text"], entry["lade"]["num_same_text"]) == (False, 1)
+
+
+def test_rates_and_sources_are_shown_of_methods_that_count_them() -> None:
+    stats = DecodeStats(num_steps=4, draft_sec=0.5)
+    stats.count_row_step(Step([1, 2], 4, 1))
+    stats.count_row_step(Step([1, 2, 3], 2, 2))
+    stats.count_row_step(Step([1], 2, 1))
+    stats.count_row_step(Step([1], 0, 0))
+    stats.sources = {"pool": SourceStats(4, 8, 3, 0.01), "assistant": SourceStats(2, 10, 6, 0.1)}
+    answer = Answer([[1] * 8], 1.0, stats)
+    plain = Answer([[1] * 8], 1.0, DecodeStats(7, 7, num_committed_tokens=7))
+    answers = {"plain": plain, "lade": answer}
+    results = [Result([Prompt("1", "a", "x")], 10, answers, False)] * 2
+    shown = drawn(table(results, ["plain", "lade"], "greedy"), 80)
+    assert [line.split()[-1] for line in shown if "  lade " in line] == ["50%", "50%"]  # 4 of 8
+    assert all(line.endswith("100%") for line in shown if "  plain" in line)
+    summary = as_json(results, ["plain", "lade"], {})["summary"][OVERALL]
+    assert summary["lade"]["sources"]["pool"]["num_accepted_tokens"] == 6
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        BenchSettings(16, batch_size=3),
+        BenchSettings(16, 0.8, top_p=0.9, batch_size=2, num_return_sequences=2, seed=3, passes=2),
+    ],
+    ids=BenchSettings.describe,
+)
+def test_all_methods_make_the_texts_of_plain_in_batches_and_passes(settings: Any) -> None:
+    results: list[Result] = []
+    methods = {name: METHODS[name] for name in ("plain", "lade", "lade_fresh")}
+    given = Given(Config(max_draft_tokens=6))
+    run_methods(*(tiny_loaded(), PROMPTS, methods, settings, given), results=results)
+    assert len(results) == settings.passes * -(-len(PROMPTS) // settings.batch_size)
+    assert sum(r.num_prompt_tokens for r in results) == settings.passes * 17
+    for name in methods:
+        for each in results:
+            assert each.answers[name].rows == each.answers["plain"].rows
+    assert summarise(results, "plain").mean_accepted_tokens == 1.0
+    assert summarise(results, "lade").mean_accepted_tokens > 1.0
+    first, last = (results[0].answers, results[-(len(results) // settings.passes)].answers)
+    assert first["lade"].rows == last["lade"].rows  # the same seeds in each pass
+
+
+# --- what is shown ------------------------------------------------------------------------------
+
+
+def drawn(sheet: Table, width: int) -> list[str]:
+    """Return the lines of a table on a terminal."""
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(sheet, crop=False)
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def test_tables_leave_out_what_is_empty_or_said_above() -> None:
+    rows = [
+        [("a", "[x]|y", "10.5", "", "7"), ("a", "differs", "9", "", ""), ("b", "x", "1", "", "")]
+    ]
+    made = sheet("Numbers", ("kind", "text", "draft tokens", "none", "n"), rows, "one")
+    assert drawn(made, 40) == [
+        "Numbers",
+        "text       draft tokens  n",
+        "──────────────────────────",
+        "a",
+        "  [x]|y            10.5  7",
+        "  differs             9",
+        "b",
+        "  x                   1",
+        "one",
+    ]
+
+
+def test_sides_are_held_against_plain() -> None:
+    sides = [Side("plain", [1, 2, 3], 3.0), Side("lade", [1, 2, 3], 1.5), Side("x", [1, 2, 4], 6.0)]
+    plain, lade, other = compared(sides)
+    assert plain == "plain  3 tokens in 3.0 s, 1.0 tokens a second"
+    assert lade == "lade   3 tokens in 1.5 s, 2.0 tokens a second, 2.00x plain, same text"
+    assert other == "x      3 tokens in 6.0 s, 0.5 tokens a second, 0.50x plain, differs at token 3"

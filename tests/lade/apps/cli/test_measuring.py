@@ -1,0 +1,145 @@
+"""`lade demo` and `lade bench`: what they print, write, and keep when they are stopped."""
+
+import json
+import re
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lade.apps.chat.screen import Screen
+from tests.lade.apps.cli.command import SHORT, Done, run
+from tests.lade.apps.cli.conftest import TEMPLATE
+
+MORE = ("--max-new-tokens", "60")  # of which some are drafted
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("abcabc\nxyxyxy\nhello\n")
+    return path
+
+
+def measured(folder: str, path: Path, *options: object) -> tuple[Done, Any]:
+    done = run("bench", "--model", folder, *SHORT, "--json", path, *options)
+    return done, json.loads(path.read_text())
+
+
+def test_demo_tells_what_lade_does_and_what_that_gains(folder: str) -> None:
+    prompt = ["--prompt", "naïve 日本 🙂 abcabc\x1b]0;title\x07", "--prompt", "xyxy"]
+    done = run("demo", "--model", folder, *SHORT, *prompt)
+    assert done.code == 0
+    flat, said = " ".join(done.out.split()), done.err
+    assert said.index("Checking how the model") < said.index("Warming up: each method")
+    assert re.search(r"2 prompts are answered by three methods, which takes about \d+ sec", flat)
+    titles = re.findall("^(plain generate|prompt lookup|lade)$", done.out, re.MULTILINE)
+    plain, lookup, ours = "plain generate", "prompt lookup", "lade"
+    assert titles == [plain, lookup, ours, lookup, ours, plain]  # each begins once
+    texts = re.findall("^(?:plain generate|lade)\n([^\n]+)\n", done.out, re.MULTILINE)
+    assert len(texts) == 4
+    assert texts[0] == texts[1]
+    for reported in (
+        "LlamaForCausalLM",
+        "float32, cpu",
+        f"torch {metadata.version('torch')}",
+        "Verification by tree: all candidates in one forward",
+    ):
+        assert reported in flat
+    assert len(re.findall(r"^lade +12 tokens .*x plain, same text$", done.out, re.MULTILINE)) == 2
+    assert re.search(r"^prompt_lookup +12 tokens .*x plain, ", done.out, re.MULTILINE)
+    assert not re.search("\x1b|drafted by the n-gram pool", done.out)  # no colours
+    assert len(re.findall(r"^  lade +.* 100% ", done.out, re.MULTILINE)) == 3  # each, and overall
+
+
+def test_the_demo_marks_drafted_tokens_in_a_terminal(folder: str) -> None:
+    screen = Screen()
+    done = run(
+        "demo", "--model", folder, *SHORT, "--prompt", "xyxy", *MORE, screen=screen, TERM="xterm"
+    )
+    assert done.code == 0
+    assert "Green: drafted by the n-gram pool and accepted." in screen.shown()
+    assert "\x1b[1;32m" in screen.getvalue().split("Plain: ")[1]
+
+
+@pytest.mark.exhaustive  # six prompts by three methods
+def test_demo_has_prompts_of_its_own(templated: Callable[[str], str]) -> None:
+    folder = Path(templated(TEMPLATE))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
+    done = run("demo", "--model", folder, *SHORT)
+    for title in ("chat", "write code", "edit code", "summarise", "extract", "maths"):
+        assert f"{title} ─" in done.out
+
+
+def test_bench_prints_a_table_and_writes_everything(
+    folder: str, prompts: Path, tmp_path: Path
+) -> None:
+    done, content = measured(folder, tmp_path / "x.json", "--prompts", prompts)
+    assert done.code == 0
+    assert "Greedy decoding (answers that loop are listed separately)" in done.out
+    assert "verification: tree" in done.out
+    settings, summary = content["settings"], content["summary"]
+    assert (settings["dtype"], settings["interrupted"]) == ("float32", False)
+    assert sum(of["plain"]["num_prompts"] for name, of in summary.items() if name != "overall") == 3
+    for of_methods in summary.values():
+        assert [*of_methods] == ["plain", "prompt_lookup", "no_drafts", "lade", "lade_fresh"]
+        assert all(entry["same_text"] == 1.0 for entry in of_methods.values())
+
+
+def test_bench_measures_beside_busy_processes(folder: str, prompts: Path, tmp_path: Path) -> None:
+    done, results = measured(folder, tmp_path / "busy.json", "--prompts", prompts, "--busy")
+    assert done.code == 0
+    loads = {(each["method"], each["num_busy"]) for each in results["loads"]}
+    assert loads >= {(method, num) for method in ("plain", "lade") for num in (0, 1)}
+    assert all(each["tokens_per_cpu_sec"] > 0 for each in results["loads"])
+    assert re.search(r"^ *lade +\d+ +1 +\d+\.\d +\d+\.\d *$", done.out, re.MULTILINE)
+
+
+def test_what_was_measured_before_ctrl_c_is_kept(
+    folder: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    generate, calls = LlamaForCausalLM.generate, 0
+
+    def interrupted(self: Any, *args: Any, **options: Any) -> Any:
+        nonlocal calls
+        lookup = "prompt_lookup_num_tokens" in options
+        calls += lookup  # once to warm up, and once for each prompt
+        if lookup and calls > 2:
+            raise KeyboardInterrupt
+        return generate(self, *args, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", interrupted)
+    done, content = measured(folder, tmp_path / "x.json", "--prompts", prompts)
+    assert done.code == 130
+    assert "stopped after 1 of" in done.err
+    assert {of["lade"]["num_prompts"] for of in content["summary"].values()} == {1}
+    assert content["settings"]["interrupted"] is True
+
+
+@pytest.mark.parametrize(
+    ("content", "reported"),
+    [
+        (
+            b"fine\n\xff\xfe\n",
+            "expected prompts.txt in UTF-8: 'utf-8' codec can't decode byte 0xff in position 5",
+        ),
+        (b'{"question": "x"}', "expected line 1 of prompts.txt to be a prompt"),
+        (b'\n{"prompt": 5}', "line 2 of prompts.txt to be a prompt, or a JSON object with"),
+        (b'{"turns": []}', 'got {"turns": []}'),
+        (b'{"prompt', "its JSON is broken: Unterminated string"),
+        (b'{"turns": ' + 10**5 * b"[", "its JSON is broken: maximum recursion depth"),
+        (b" \n", "expected prompts in prompts.txt, found none"),
+    ],
+)
+def test_prompts_are_read_before_a_model_is_loaded(
+    content: bytes, reported: str, prompts: Path, tmp_path: Path
+) -> None:
+    prompts.write_bytes(content)
+    assert (
+        reported in run("bench", "--prompts", prompts, "--model", tmp_path / "no-model").error_line
+    )
