@@ -44,7 +44,6 @@ _HONOURED = {
 }
 _LINEARS = (nn.Linear, PackedLinear)
 _FEW = 1e-5  # mean square of states that norms are asked about
-_NUM_ASKED = 1001  # numbers that an activation is tried on
 _OTHER_SUM = "a layer adds something else to its states"
 _NOTHING = (nn.Dropout, nn.Identity)  # these change nothing when a text is generated
 _MIXING = ("q_proj", "k_proj", "v_proj"), ("query", "key", "value")
@@ -226,11 +225,6 @@ class LayerPlan(NamedTuple):
     def of_inputs(self) -> int:
         """Numbers of a token that the layer gets besides states."""
         return 0 if self.products[9] is None else self.products[9].num_inputs
-
-    @property
-    def inners(self) -> set[int]:
-        """The same, of experts and of inputs, too."""
-        return {self.inner, self.of_inputs, 0 if self.experts is None else self.experts.inner}
 
 
 class TransformPlan(NamedTuple):
@@ -1394,10 +1388,6 @@ def _first_of(angles: Any) -> Any:
 def _is_between(given: Tensor, wanted: Tensor, mine: Tensor, out: Tensor) -> bool:
     """Return whether a norm has made some numbers of others."""
     return torch.equal(mine.flatten(), given) and torch.equal(out.flatten(), wanted)
-
-
-def _is_equal(mine: Any, other: Tensor) -> bool:
-    return isinstance(mine, Tensor) and torch.equal(mine, other)
 
 
 def _is_same(mine: Any, other: Any) -> bool:
