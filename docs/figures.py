@@ -217,7 +217,7 @@ def value(file: str, path: str, form: str = "") -> str:
     """Return one number of a file, as it is, as `x` (1.50x) or as `,` (thousands)."""
     found: Any = _read(file)
     for key in path.split("/"):
-        found = found[key]
+        found = found[int(key) if isinstance(found, list) else key]
     return speedup_text(found) if form == "x" else f"{found:{form}}"
 
 
@@ -288,31 +288,6 @@ def budget(file: str) -> str:
     return _table(("tokens a second", *numbers, *shares), 1, rows)
 
 
-_SAMENESS = {
-    "lade": "lade without drafts, against `generate`",
-    "one_thread": "`generate` on one thread, against `generate`",
-    "eager": "`generate` with eager attention, against `generate`",
-}
-
-
-@_figure
-def sameness(*files: str) -> str:
-    """Return how many answers of each way are those of lade without drafts, or of `generate`."""
-    columns, rows = [], dict[str, list[str]]()
-    for file in files:
-        content = _read(file)
-        columns.append(
-            f"{content['settings']['dtype']}, of {content['settings']['prompts']['num']}"
-        )
-        for part in ("of_lade_without_drafts", "of_generate"):
-            for key, counts in content[part].items():
-                name = _SAMENESS.get(key, f"lade: {key}")
-                texts, logits = counts["num_same_text"], counts["num_same_logits"]
-                cell = f"{texts}" if logits in (None, texts) else f"{texts} ({logits})"
-                rows.setdefault(name, []).append(cell)
-    return _table(("", *columns), 1, [(name, *cells) for name, cells in rows.items()])
-
-
 @_figure
 def cpu_engines(file: str, run: str) -> str:
     """Return what engines did with the same weights, in one dtype and with so many threads."""
@@ -321,36 +296,65 @@ def cpu_engines(file: str, run: str) -> str:
 
 
 _COLUMNS = {
-    "no_drafts": "compiled forward only, no drafts",
-    "lade_fresh": "**lade**",
     "prompt_lookup": "transformers' prompt lookup",
-    "rival_prompt_lookup": "prompt lookup on the compiled forward",
+    "no_drafts": "lade, no drafts",
+    "lade_fresh": "**lade**",
+    "openvino_lookup": "OpenVINO GenAI's prompt lookup",
+    "llama_cpp": "llama.cpp",
 }
-_FEWEST = 3  # prompts of a category that may be named as the lowest
+_FEWEST = 3  # prompts of a category that may be named as the worst
 
 
 @_figure
 def headline(*files: str) -> str:
-    """Return README's table: a row for each file, with the category that gains least."""
+    """Return README's table: tokens a second of `generate`, and of others over it.
+
+    Args:
+        files: results of prompts in categories, or of engines, a row each.
+    """
     rows = []
     for file in files:
         content = _read(file)
-        environment, summary = content["environment"], content["summary"]
-        machine = f"{environment['cpu']}, {environment['num_cores']} cores"
-        machine += " without AVX-512" if file.endswith("_avx2") else ""
-        overall, settings = summary[OVERALL], content["settings"]
-        lowest, category = min(
-            (of["lade_fresh"]["speedup"], group)
-            for group, of in summary.items()
-            if group not in (OVERALL, LOOPS) and of["plain"]["num_prompts"] >= _FEWEST
-        )
-        ratios = [speedup_text(overall.get(name, {}).get("speedup")) for name in _COLUMNS]
-        ratios.insert(2, f"{speedup_text(lowest)} ({category})")
-        label = f"{settings['dtype']}, {machine}, {overall['plain']['num_prompts']} prompts"
-        rows.append((label, *ratios))
+        made = content["environment"]
+        machine = f"{made['cpu']}{' without AVX-512' if file.endswith('_avx2') else ''}"
+        of_run = _of_engines(content) if "runs" in content else _of_categories(content)
+        num_prompts, plain, ratios, worst, first = of_run
+        dtype = "4-bit file" if file.endswith("gguf") else content["settings"].get("dtype")
+        label = f"{dtype or 'float32'}, {num_prompts} prompts, {machine}"
+        cells = [speedup_text(ratios.get(name)) for name in _COLUMNS]
+        cells.insert(3, worst)
+        rows.append((label, f"{plain:.0f}", *cells, first))
     columns = [*_COLUMNS.values()]
-    columns.insert(2, "lade, its lowest category")
-    return _table((_model(files[0]), *columns), 1, rows)
+    columns.insert(3, "lade, worst category")
+    first = "first token, ms: `generate`, lade"
+    return _table((_model(files[0]), "`generate`, tokens/s", *columns, first), 1, rows)
+
+
+_Run = tuple[int, float, Mapping[str, float], str, str]
+
+
+def _of_categories(content: Mapping[str, Any]) -> _Run:
+    """Return how many prompts a run had, `generate`'s speed, ratios to it, the worst category."""
+    summary = content["summary"]
+    overall = summary[OVERALL]
+    lowest, category = min(
+        (of["lade_fresh"]["speedup"], group)
+        for group, of in summary.items()
+        if group not in (OVERALL, LOOPS) and of["plain"]["num_prompts"] >= _FEWEST
+    )
+    ratios = {name: each["speedup"] for name, each in overall.items()}
+    plain, worst = overall["plain"], f"{speedup_text(lowest)} ({category})"
+    return plain["num_prompts"], plain["tokens_per_sec"], ratios, worst, ""
+
+
+def _of_engines(content: Mapping[str, Any]) -> _Run:
+    """Return the same of a run of engines on two threads, and the seconds to the first token."""
+    columns, methods = content["columns"], content["runs"]["float32, 2 threads"]
+    speed, ratio, first = map(columns.index, ("tokens_per_sec", "median_ratio", "first_token_sec"))
+    ratios = {name: row[ratio] for name, row in methods.items()}
+    plain = methods["plain"]
+    times = f"{1000 * plain[first]:.0f}, {1000 * methods['lade_fresh'][first]:.0f}"
+    return content["settings"]["prompts"]["num"], plain[speed], ratios, "", times
 
 
 @_figure
@@ -711,7 +715,9 @@ def source(*files: str) -> str:
     parts = []
     if "model" in content.get("settings", {}):
         settings = content["settings"]
-        dtype = f" in {settings['dtype']}" if "dtype" in settings else ""  # else its table says it
+        every = [_read(file)["settings"] for file in files]
+        dtypes = dict.fromkeys(each["dtype"] for each in every if "dtype" in each)
+        dtype = f" in {' and '.join(dtypes)}" if dtypes else ""  # else its table says it
         parts.append(f"{_model(files[0])}{dtype}")
         if "max_new_tokens" in settings and len({_decoding(file) for file in files}) == 1:
             parts.append(f"{_decoding(files[0])}, {settings['max_new_tokens']} new tokens")
