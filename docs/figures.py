@@ -272,14 +272,16 @@ def forwards(context: str, *files: str) -> str:
 
 
 @_figure
-def budget(file: str) -> str:
+def budget(file: str, dtype: str) -> str:
     """Return tokens a second of the budget and of fixed numbers, medians of fresh processes."""
-    summary = _read(file)["summary"]
+    found = _read(file)["summary"].items()
+    summary = {name: each for name, each in found if name.startswith(dtype)}
     numbers = [*next(iter(summary.values()))["tokens_per_sec"]]
     ratios = ("ratio", "least_ratio", "least_of_categories", "ratio_of_first")
     rows = [
         (
-            *(way, *(f"{each['tokens_per_sec'][number]:.1f}" for number in numbers)),
+            way.replace("a job", "compiled forward pass"),
+            *(f"{each['tokens_per_sec'][number]:.1f}" for number in numbers),
             *(f"{each[ratio]:.2f}" for ratio in ratios),
         )
         for way, each in summary.items()
