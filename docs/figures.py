@@ -35,7 +35,7 @@ import commands
 from benchmarks.arena import ForwardCosts
 from benchmarks.cpu_engines import HEADINGS, cells_of
 from benchmarks.environment import code as present_code
-from benchmarks.report import msec_text, share_text, speedup_text
+from benchmarks.report import share_text, speedup_text
 from benchmarks.run import BenchSettings
 from lade.apps.bench.report import LOOPS, OVERALL
 
@@ -51,18 +51,10 @@ _NAMES = {
     "no_drafts": "**lade**, no drafts",
     "lade": "**lade**",
     "lade_fresh": "**lade**",
-    "lade_pool_fresh": "**lade**, with the pool",
     "openvino": "OpenVINO GenAI",
     "openvino_lookup": "OpenVINO GenAI's prompt lookup",
     "llama_cpp": "llama.cpp",
     "llama_cpp_lookup": "llama.cpp with llama-cpp-python's prompt lookup",
-    "pool": "**lade**, a pool",
-    "assistant": "**lade**, an assistant",
-    "first_layers": "**lade**, first layers",
-    "pool+assistant": "**lade**, a pool and an assistant",
-    "pool+first_layers": "**lade**, a pool and first layers",
-    "hf_assistant": "transformers' `assistant_model`",
-    "hf_early_exit": "transformers' `assistant_early_exit`",
     "rival_prompt_lookup": "prompt lookup",
     "rival_recycling": "Token Recycling",
     "rival_sam_recycling": "SAM with Recycling",
@@ -398,24 +390,6 @@ def methods(*files: str) -> str:
 
 
 @_figure
-def drafters(file: str) -> str:
-    """Return the methods of a run of drafters, with their times."""
-    rows = []
-    for method, entry in _read(file)["summary"][OVERALL].items():
-        name = _name(method)
-        share = share_text(entry.get("acceptance_rate"))
-        drafting = msec_text(entry.get("draft_sec_per_step"))
-        speed = (f"{entry['tokens_per_sec']:.1f}", speedup_text(entry["speedup"]))
-        mat = f"{entry['mean_accepted_tokens']:.2f}"
-        rows.append((name, *speed, mat, share, drafting, share_text(entry["same_text"])))
-    headings = (
-        *("decoding", "tokens/s", "speed-up", "MAT", "accepted"),
-        *("draft ms/step", "same text"),
-    )
-    return _table(headings, 1, rows)
-
-
-@_figure
 def generators(file: str) -> str:
     """Return candidate generators in transformers' loop and as drafters."""
     rows = []
@@ -638,13 +612,14 @@ def support() -> str:
 def architectures() -> str:
     """Return what was found of each architecture, grouped by it, for the newest transformers."""
     content = _read(f"support/{_by_release()[0]}")
-    made = content["environment"]
+    made, jobs = content["environment"], _read("support/forwards")
     by_verdict: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for cells in content["rows"]:
         row = dict(zip(content["headings"], cells, strict=True))
         verdict = (row["one row"], row["batch"], row["text"])
         by_reason = by_verdict.setdefault(verdict, {})
-        by_reason.setdefault(_reason(row["why no better method"]), []).append(row["model type"])
+        name = row["model type"] + "†" * (row["model type"] in jobs["jobs"])
+        by_reason.setdefault(_reason(row["why no better method"]), []).append(name)
     rows = [
         (*verdict, reason, ", ".join(names))
         for verdict, by_reason in sorted(by_verdict.items(), key=_num_names, reverse=True)
@@ -654,20 +629,10 @@ def architectures() -> str:
     return "\n\n".join(
         (
             f"With transformers {made['transformers']}, torch {made['torch']} and lade "
-            f"{made['lade']}, {made['date']}, seed {content['settings']['seed']}.",
+            f"{made['lade']}, {made['date']}, seed {content['settings']['seed']}. †: with a "
+            f"compiled forward pass, {jobs['summary']['jobs']} of {jobs['summary']['all']} architectures.",
             _words(headings, rows),
         )
-    )
-
-
-@_figure
-def jobs() -> str:
-    """Return of which architectures a whole forward runs as one compiled job."""
-    content = _read("support/forwards")
-    made, counts = content["environment"], content["summary"]
-    names = ", ".join(content["jobs"][: counts["jobs"]])  # variants follow
-    return (
-        f"With transformers {made['transformers']}, {counts['jobs']} of {counts['all']}: {names}."
     )
 
 
