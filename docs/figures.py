@@ -626,11 +626,12 @@ def architectures() -> str:
         for reason, names in by_reason.items()
     ]
     headings = ("one row", "batch", "text", "why no better method", "model types")
+    counts = jobs["summary"]
     return "\n\n".join(
         (
             f"With transformers {made['transformers']}, torch {made['torch']} and lade "
             f"{made['lade']}, {made['date']}, seed {content['settings']['seed']}. †: with a "
-            f"compiled forward pass, {jobs['summary']['jobs']} of {jobs['summary']['all']} architectures.",
+            f"compiled forward pass, {counts['jobs']} of {counts['all']} architectures.",
             _words(headings, rows),
         )
     )
