@@ -641,10 +641,14 @@ def _num_names(item: tuple[object, Mapping[str, Sequence[str]]]) -> int:
     return sum(map(len, item[1].values()))
 
 
+_NO_CROP = ", from which no token can be taken"
+
+
 def _reason(text: str) -> str:
     """Return why no better method will do, without what differs from model to model."""
     text = re.sub(r" by [\d.]+ of their standard deviation \(expected at most [\d.]+\)", "", text)
-    return re.sub(r"(its forward fails) \([^;]*", r"\1", text)
+    text = text.replace(" from those of plain decoding", "").replace(_NO_CROP, "")
+    return re.sub(r"(its forward fails|run by torch) \([^;]*", r"\1", text)
 
 
 def _words(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
