@@ -388,11 +388,8 @@ def run_budget(
     *,
     asked: PromptChoice,
     max_draft_tokens: SizesOption = "0,4,7,11,15,23,31",
-    dtypes: Annotated[str, typer.Option(metavar="NAMES", help="Comma-separated.")] = (
-        "float32,bfloat16"
-    ),
     processes: Annotated[
-        int, typer.Option(min=1, help="Fresh processes for each dtype, by jobs and by torch alone.")
+        int, typer.Option(min=1, help="Fresh processes by jobs, and as many by torch alone.")
     ] = 5,
     minutes: Annotated[
         float | None,
@@ -403,7 +400,7 @@ def run_budget(
     threads: ThreadsOption = None,
     json: JsonOption = None,
 ) -> None:
-    """Compare the budget's numbers of draft tokens with fixed ones, on a CPU.
+    """Compare the budget's numbers of draft tokens with fixed ones, in float32 on a CPU.
 
     A ratio is what the budget is of the best fixed number of its process, known afterwards; of the
     first calls, what they are of the same calls later.
@@ -411,12 +408,9 @@ def run_budget(
     from benchmarks.budget import run
     from benchmarks.methods import numbers
 
-    names = [name.strip() for name in dtypes.split(",")]
-    if wrong := {*names} - {"float32", "bfloat16"}:
-        raise ValueError(f"expected --dtypes float32 or bfloat16, got {', '.join(sorted(wrong))}")
     shared = {"numbers": numbers(max_draft_tokens, 0), "max_new_tokens": max_new_tokens}
     chosen = asked.chosen()
-    run(model, chosen, {**shared, "threads": threads}, names, processes, minutes, json)
+    run(model, chosen, {**shared, "threads": threads}, processes, minutes, json)
 
 
 @app.command("sameness")

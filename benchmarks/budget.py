@@ -31,7 +31,6 @@ class Job(NamedTuple):
     """What a process does."""
 
     model: str | None
-    dtype: str
     threads: int | None
     uses_kernels: bool  # whether forwards may run as jobs, or torch alone runs them
     numbers: Sequence[int]  # of draft tokens, beside the budget's own
@@ -57,7 +56,7 @@ def measure(job: Job) -> Measured:
     from lade.stats import DecodeStats
 
     begin = perf_counter()
-    loaded = LoadOptions(job.model, "cpu", job.dtype, job.threads).load()
+    loaded = LoadOptions(job.model, "cpu", "float32", job.threads).load()
     auto = Config(uses_kernels=job.uses_kernels)
     ways = {AUTO: Lade(auto)}
     ways |= {str(num): Lade(replace(auto, max_draft_tokens=num)) for num in job.numbers}
@@ -124,7 +123,6 @@ def run(
     model: str | None,
     chosen: "Chosen",
     job: Mapping[str, Any],
-    dtypes: Sequence[str],
     num_processes: int,
     minutes: float | None,
     file: Path | None,
@@ -135,15 +133,14 @@ def run(
         model: as for `lade bench`.
         chosen: the prompts.
         job: fields of `Job` that all processes share.
-        dtypes: of the weights, one after the other.
-        num_processes: of each dtype and way.
+        num_processes: of each way.
         minutes: that all processes may take together; None for all prompts.
         file: where results go.
     """
     from benchmarks.environment import environment
     from benchmarks.report import Keeping, progress_bar, sheet, show
 
-    ways = [(dtype, is_job) for dtype in dtypes for is_job in (True, False)]
+    ways = {"float32, a job": True, "float32, torch alone": False}
     texts = [prompt.text for prompt in chosen.prompts]
     categories = [prompt.category for prompt in chosen.prompts]
     sec = None if minutes is None else 60 * minutes / (num_processes * len(ways))
@@ -151,11 +148,8 @@ def run(
     with Keeping(runs) as kept, progress_bar() as bars:
         task = bars.add_task("measuring", total=num_processes * len(ways))
         for _ in range(num_processes):  # in turn: a machine that slows down slows all
-            for dtype, is_job in ways:
-                given = Job(
-                    model=model, dtype=dtype, uses_kernels=is_job, texts=texts, sec=sec, **job
-                )
-                name = f"{dtype}, {'a job' if is_job else 'torch alone'}"
+            for name, is_job in ways.items():
+                given = Job(model=model, uses_kernels=is_job, texts=texts, sec=sec, **job)
                 runs[name].append(summarised(alone(measure, given), categories))
                 bars.advance(task)
     summary = {name: _medians(each) for name, each in runs.items()}

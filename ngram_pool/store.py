@@ -340,7 +340,7 @@ class PoolStore:
                 if held is None or entry.num_users == 1:
                     entry.pool = self._read(entry)
                     entry.mark, entry.stamp = entry.pool._learned, stamp
-                else:  # it stays with those that have it open
+                else:  # its present users keep it
                     with self._lock:
                         self._unclaim(entry)
         return entry.pool

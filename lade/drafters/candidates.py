@@ -169,14 +169,14 @@ class Candidates(Drafter):
             of_text = {"position_ids": positions, "attention_mask": torch.ones_like(input_ids)}
             given = {"model_kwargs": of_text, "model_outputs": outputs, "is_first_iteration": False}
             given["n_last_matches"] = outputs.num_tokens - 1
-        told = getattr(generator, "num_assistant_tokens", None)
-        if told is None:
+        configured = getattr(generator, "num_assistant_tokens", None)
+        if configured is None:
             return generator.get_candidates(input_ids, **given)
         try:
-            generator.num_assistant_tokens = min(told, max_draft_tokens)
+            generator.num_assistant_tokens = min(configured, max_draft_tokens)
             return generator.get_candidates(input_ids, **given)
         finally:
-            generator.num_assistant_tokens = told
+            generator.num_assistant_tokens = configured
 
     def _tree(self, state: DraftedText, logits: Tensor, max_draft_tokens: int) -> Draft:
         """Return the draft of a path with logits [num_tokens, vocab_size or more]."""

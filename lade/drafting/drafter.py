@@ -103,8 +103,7 @@ class DraftingCall:
             a call without `drafter=`.
         record: Passes more arguments to forwards of the target, which then return hidden states.
             Returns a function that takes the number of tokens that the target has run, and returns
-            the states of those that were committed since it was last called; None if they are not
-            as many.
+            the states of the tokens committed since its last call; None if their number differs.
     """
 
     model: Any

@@ -113,7 +113,7 @@ class Circumstances:
             (not Processors(call.processors, 1).takes_rows, "a logits processor sees all rows"),
             (
                 self._stop.sees_rows and self._shows_rows_ahead,
-                "a stop criterion sees all rows, some of which would be ahead",
+                "a stop criterion sees all rows, and some rows would be ahead of others",
             ),
             (pad_token is not None and int(pad_token) < 0, "the pad token id is negative"),
             (bool(call.wanted_scores), "scores are returned, also of rows that have ended"),

@@ -132,7 +132,7 @@ class TreeTarget(Target):
                 "a drafter reads hidden states of the target, and in its dtype: pass "
                 "Config(arithmetic='model')"
             )
-        # Transformers puts hooks into the modules of which it collects outputs.
+        # Transformers hooks the modules whose outputs it collects.
         self._model, self._fast_views, self._engine_call = apart(self._model), None, None
         self._recorded, self.is_recording, self.may_join = Recorded(options), True, False
         return self._recorded.take

@@ -319,7 +319,7 @@ def test_the_budget_is_held_against_the_best_fixed_number_of_each_process(
     options: list[Any], results: Callable[..., Any]
 ) -> None:
     given = [each for each in options if each not in ("--dtype", "float32")]
-    more = ["--dtypes", "float32", "--processes", 1, "--max-draft-tokens", "0,3", "--threads", 1]
+    more = ["--processes", 1, "--max-draft-tokens", "0,3", "--threads", 1]
     found = results("budget", *given, *more, "--minutes", 0)
     assert {*found["summary"]} == {"float32, a job", "float32, torch alone"}
     for (only,) in found["processes"].values():

@@ -14,7 +14,7 @@ from lade.errors import MissingExtraError
 NEEDED = {"llguidance": "1.7", "prometheus-client": "0.20", "pydantic": "2.10"}
 NEEDED |= {"starlette": "0.40", "uvicorn": "0.30"}
 
-for _name, _least in NEEDED.items():  # told at the start, and not when a request needs it
+for _name, _least in NEEDED.items():  # an error at the start, not at a request
     try:
         _found = metadata.version(_name)
     except metadata.PackageNotFoundError:
