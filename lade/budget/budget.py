@@ -161,8 +161,8 @@ class Budget:
         return {width: WidthStats(int(num), *rest) for width, (num, *rest) in sums}
 
     @property
-    def max_draft_tokens(self) -> int:
-        """Maximum number of draft tokens worth asking a drafter for.
+    def wish(self) -> int:
+        """Number of draft tokens that a step is worth asking for.
 
         A little over twice the recently verified number: unused nodes cost drafting time, too.
         """

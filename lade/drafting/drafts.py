@@ -128,13 +128,13 @@ def narrowed(draft: Draft, max_candidates: int) -> Draft:
     return draft_of(draft.token_ids[nodes], parents, draft.probs[nodes])
 
 
-def checked(draft: object, max_draft_tokens: int) -> Draft:
+def checked(draft: object, allowance: int) -> Draft:
     """Validate a drafter's draft and return it with its depths recomputed.
 
     The distribution of a drawn draft is left out: the result is verified like any other draft.
 
     Args:
-        max_draft_tokens: maximum number of nodes; later ones are dropped.
+        allowance: maximum number of nodes; later ones are dropped.
 
     Raises:
         TypeError: it is not a `Draft`, or an array has the wrong dtype.
@@ -150,7 +150,7 @@ def checked(draft: object, max_draft_tokens: int) -> Draft:
             raise ValueError(f"expected {name} of shape {[*shape]}, got {[*array.shape]}")
         if len(array) and not np.issubdtype(array.dtype, kind):
             raise TypeError(f"expected {name} of {kind.__name__}, got {array.dtype}")
-        arrays.append(array[:max_draft_tokens])
+        arrays.append(array[:allowance])
     token_ids, parents, probs = arrays
     if not ((parents >= -1) & (parents < np.arange(len(parents)))).all():
         raise ValueError(f"expected parents[i] from -1 to i - 1, got {parents.tolist()}")

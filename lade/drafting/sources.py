@@ -289,15 +289,15 @@ class Source:
         self,
         handle: Any,
         committed: Sequence[int],
-        most: int,
+        allowance: int,
         rng: np.random.Generator | None = None,
     ) -> Draft:
         """Return a valid draft; with `rng`, a pool draws it at random."""
         if rng is None:
-            draft: Draft = self.drafter.draft(handle, committed, most)
+            draft: Draft = self.drafter.draft(handle, committed, allowance)
         else:
-            draft = self.drafter.sample(handle, committed, most, rng)
-        return draft if self._is_own else checked(draft, most)
+            draft = self.drafter.sample(handle, committed, allowance, rng)
+        return draft if self._is_own else checked(draft, allowance)
 
     def forced(self, row: int, committed: Sequence[int], most: int) -> list[int]:
         """Return the tokens that a grammar forces, also tokens outside of the vocabulary."""

@@ -24,7 +24,7 @@ from lade.drafting.drafts import after, joined, matched_depth, narrowed
 from lade.drafting.sources import Kind, Source
 from lade.drafting.successors import Ranked, Successors, rank, with_others
 from lade.machine.transfer import HostCopy
-from lade.stats import SourceStats, Step
+from lade.stats import SourceStats, Step, WidthStats
 from lade.tree import Tree, starts
 from ngram_pool import Draft, SampledDraft
 
@@ -86,7 +86,7 @@ class _DraftedRow:
     asked: list[_Asked] = field(default_factory=list)  # until the outcome is known
     joint: Draft = _NOTHING  # of all that were asked
     ahead: Sequence[int] = ()  # the text, and the tokens that a grammar forces
-    most: int = 0  # nodes to ask for
+    allowance: int = 0  # nodes that a source may propose: the step's wish without forced ones
     forced: list[int] = field(default_factory=list)  # first tokens, if a grammar forces them
     draft: Draft = field(default_factory=Draft.empty)  # with tokens to explore
     max_depth: int = 0  # that the target can run
@@ -159,6 +159,10 @@ class Speculator:
         """Return statistics by source, if there are several sources or models."""
         return {source.name: source.stats for source in self._sources} if self._learns else {}
 
+    def widths(self) -> dict[int, WidthStats]:
+        """Return how often the budget chose each number of draft tokens, and what it expected."""
+        return self._budget.widths
+
     # --- before a forward -------------------------------------------------------------------
 
     def open_all(self) -> None:
@@ -179,13 +183,13 @@ class Speculator:
 
     def plan(self, emitting: Sequence[Row]) -> Plan:
         """Return the plan of the next step: drafts for rows that emit, roots for the others."""
-        most = self._budget.max_draft_tokens
+        wish = self._budget.wish
         proposed: dict[Row, Draft] = {}
         explored: dict[Row, Draft] = {}
         others: list[NDArray[np.int32]] = []
         for row in () if self._may_rest and self._budget.is_resting else emitting:
-            proposed[row] = self.propose(row, most)
-            explored[row] = self._with_explored(row, others, most)
+            proposed[row] = self.propose(row, wish)
+            explored[row] = self._with_explored(row, others, wish)
             others.append(explored[row].token_ids)
         nums = self._nums_of_nodes(explored)
         drafts = {row: self._drawn(row, num) for row, num in nums.items()}
@@ -217,21 +221,20 @@ class Speculator:
 
     # --- a row's draft ----------------------------------------------------------------------
 
-    def propose(self, row: Row, max_draft_tokens: int) -> Draft:
-        """Return a draft for a row, likeliest nodes first."""
+    def propose(self, row: Row, wish: int) -> Draft:
+        """Return a draft of at most `wish` tokens for a row, likeliest nodes first."""
         state, context = self._rows[row], row.context
         capacity_left = self._call.max_length - len(row.token_ids)
         max_depth = min(capacity_left, self._batch.lead_left(row)) - 1  # the bonus token follows
         state.max_depth, state.forced, state.asked, draft = max_depth, [], [], _NOTHING
-        most = min(max_depth, max_draft_tokens)
+        most = min(max_depth, wish)
         if most > 0 and (grammar := self._grammar) is not None:
             state.forced = grammar.ask(grammar.forced, [], row.index, row.token_ids, most)
-        left = max_draft_tokens - len(state.forced)
+        state.allowance = wish - len(state.forced)
         if state.forced and self._call.rngs is not None:
-            left = 0  # nothing is drawn behind them
-        if most > 0 and left > 0:
+            state.allowance = 0  # nothing is drawn behind them
+        if most > 0 and state.allowance > 0:
             state.ahead = [*context, *state.forced] if state.forced else context
-            state.most = left
             draft = state.joint = self._strategy(self, state)
             if self._call.max_candidates is not None and not isinstance(draft, SampledDraft):
                 draft = narrowed(draft, self._call.max_candidates)
@@ -241,7 +244,7 @@ class Speculator:
     def _alone(self, state: _DraftedRow) -> Draft:
         """Return the draft of the only source."""
         source = self._sources[0]
-        args = state.handles.get(source), state.ahead, state.most
+        args = state.handles.get(source), state.ahead, state.allowance
         alone: Draft = source.ask(source.draft, _NOTHING, *args)
         return alone
 
@@ -255,7 +258,7 @@ class Speculator:
             elif found is not None:
                 believed = source.calibration.believed(found.probs)
                 drafts.append(replace(found, probs=np.minimum.accumulate(believed)))
-                draft = joined(drafts, state.most)
+                draft = joined(drafts, state.allowance)
         return draft
 
     def _one(self, state: _DraftedRow) -> Draft:
@@ -283,7 +286,7 @@ class Speculator:
             num_to_come = max(0, self._call.max_length - length)
             if not gate.is_worth(float(before.probs.sum()), num_behind, num_to_come):
                 return None
-        start, args = perf_counter(), (state.handles.get(source), state.ahead, state.most)
+        start, args = perf_counter(), (state.handles.get(source), state.ahead, state.allowance)
         found: Draft | None = source.ask(source.draft, None, *args)
         if found is None:
             return None
@@ -298,9 +301,7 @@ class Speculator:
         source.stats.sec += sec
         return found
 
-    def _with_explored(
-        self, row: Row, others: Sequence[NDArray[np.int32]], max_draft_tokens: int
-    ) -> Draft:
+    def _with_explored(self, row: Row, others: Sequence[NDArray[np.int32]], wish: int) -> Draft:
         """Add tokens to explore to a row's proposal; return the whole proposal.
 
         They are run to harvest their successors more than for their chance to be right. So the
@@ -309,13 +310,13 @@ class Speculator:
         Args:
             row: the row.
             others: tokens that other rows run in this step.
-            max_draft_tokens: maximum number of nodes.
+            wish: maximum number of nodes.
         """
         state, explorer = self._rows[row], self._explorer
-        if explorer is None or state.forced or min(state.max_depth, max_draft_tokens) < 1:
+        if explorer is None or state.forced or min(state.max_depth, wish) < 1:
             return state.draft
         excluded = np.concatenate([state.draft.token_ids, self._placeholders, *others])
-        args = state.draft, excluded, self._call.vocab_size, max_draft_tokens
+        args = state.draft, excluded, self._call.vocab_size, wish
         state.draft = explorer.ask("explore", state.draft, *args)
         return state.draft
 

@@ -11,10 +11,9 @@ from lade.compat import CACHE, dtype_of, has_adapters_by_row
 from lade.compat.attempts import Attempt
 from lade.decoder import Decoder
 from lade.hf.call import Call
-from lade.hf.circumstances import Circumstances
 from lade.hf.fallbacks import give_up, say_why_by_torch, say_why_eager, say_why_plain
 from lade.hf.plain import finish_standard
-from lade.hf.planning import Planned, plan_of, proved
+from lade.hf.planning import Standard, plan, proved
 from lade.hf.pools import opened
 from lade.hf.prefixes import Reuse, reuse_of
 from lade.hf.setup import CallPools, set_up
@@ -23,7 +22,6 @@ from lade.machine.transfer import is_asynchronous
 from lade.probing.plan import why_not_run
 from lade.stats import DecodeStats
 from lade.targets.base import Target
-from lade.targets.rollback import cache_in
 from lade.targets.rows import RowsTarget
 
 
@@ -46,51 +44,44 @@ class Generation:
     def __init__(self, call: Call) -> None:
         self._call = call
         self._outputs = Outputs(call.wanted_scores)
-        has_eos = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)
-        pad_token = call.options._pad_token_tensor if has_eos else None
-        self._batch = Batch(call.input_ids, None if pad_token is None else int(pad_token))
-        self._stop = StopRule(call.criteria, self._outputs, self._batch, call.input_ids)
-        self._seen = Circumstances(call, self._stop)
-        self._cache = cache_in(call.model_kwargs)
+        self._batch = Batch(call.input_ids, call.pad_token_id)
+        self._cache = call.cache
         self._report = Report(call.streamer, call.arguments.on_step, self._batch)
 
     def run(self) -> Any:
         """Decode, and return what `generate` returns."""
         with opened(self._call.arguments.pool) as pools:
             self._reuse = self._reused()
-            plan = plan_of(self._seen)
-            if plan.target is None:
-                say_why_plain(self._seen, plan.verification)
+            planned = plan(self._call)
+            if isinstance(planned, Standard):
+                say_why_plain(self._call, planned)
                 return self._decode_standard()
-            return self._decode(plan, plan.target, pools)
+            return self._decode(planned, pools)
 
     def _reused(self) -> Reuse | None:
         """Fill the cache with the kept beginning of the prompt, if the config asks for it."""
-        seen, model, profile = self._seen, self._call.model, self._seen.profile
-        is_plain = why_not_run(profile) is not None or not seen.has_time
+        call, name = self._call, type(self._call.model).__name__
+        is_plain = why_not_run(call.profile) is not None or not call.has_time
         # Keys by PEFT's adapters of rows fit no later call.
-        if is_plain or not self._call.config.reuses_prefix or has_adapters_by_row(model):
+        if is_plain or not call.config.reuses_prefix or has_adapters_by_row(call.model):
             return None
-        if seen.user_code is not None:
-            what = (
-                f"{type(model).__name__}: your own code ({seen.user_code}) may change its results"
-            )
-            seen.warn_once(f"lade reuses no prefix of {what}", RuntimeWarning)
+        if call.user_code is not None:
+            what = f"{name}: your own code ({call.user_code}) may change its results"
+            call.warn_once(f"lade reuses no prefix of {what}", RuntimeWarning)
             return None
         with Attempt(even_memory=True) as attempt:  # weights may be of unusual classes
-            return reuse_of(self._call, profile)
-        text = f"lade reuses no prefix of {type(model).__name__} ({attempt.failure})"
-        seen.warn_once(text, RuntimeWarning)
+            return reuse_of(call)
+        call.warn_once(f"lade reuses no prefix of {name} ({attempt.failure})", RuntimeWarning)
         return None
 
-    def _decode(self, plan: Planned, target: Target, pools: CallPools) -> Any:
+    def _decode(self, target: Target, pools: CallPools) -> Any:
         """Decode with drafts; continue by standard decoding if they can no longer be verified."""
-        batch, outputs, report = self._batch, self._outputs, self._report
-        overlaps = is_asynchronous(self._call.input_ids.device)
-        gives_cache = self._call.returns_dict or self._seen.is_users_cache
-        setup = set_up(self._seen, plan, pools, batch, outputs, overlaps)
-        parts = proved(self._seen, plan), setup.speculator, setup.choice
-        stop = stopping(self._stop, report)
+        call, batch, outputs, report = self._call, self._batch, self._outputs, self._report
+        overlaps = is_asynchronous(call.input_ids.device)
+        gives_cache = call.returns_dict or call.is_users_cache
+        speculator, choice = set_up(call, target, pools, batch, outputs, overlaps)
+        parts = proved(call, target), speculator, choice
+        stop = stopping(StopRule(call, outputs, batch), report)
         decoder = Decoder(batch, *parts, stop, report.add, gives_cache, overlaps)
         try:
             if self._reuse is not None:
@@ -100,15 +91,14 @@ class Generation:
             with suppress(Exception):  # memory that cannot be kept is dropped
                 target.release()
             raise
-        stats.sources, stats.widths = setup.speculator.sources(), setup.budget.widths
+        stats.sources, stats.widths = speculator.sources(), speculator.widths()
         if decoder.failure is not None:
             target.undo()
             if self._reuse is not None:
                 self._reuse.undo()
                 stats.num_reused_tokens = 0
-            output, rest = finish_standard(self._call, batch, outputs, report)
-            # Unless standard decoding fails, too.
-            give_up(self._seen, plan.verification, decoder.failure)
+            output, rest = finish_standard(call, batch, outputs, report)
+            give_up(call, target, decoder.failure)  # unless standard decoding fails, too
             stats.add(rest)
             return self._plain_result(output, stats)
         report.end()
@@ -119,10 +109,10 @@ class Generation:
                 stats.num_steps += target.fill(batch)
             self._cache = target.hand_over(self._cache)
         target.release()
-        self._seen.profile.is_warm = True
-        say_why_eager(self._seen, plan)
-        if plan.verification.verification == "tree" and self._call.config.uses_kernels:
-            say_why_by_torch(self._seen)
+        call.profile.is_warm = True
+        say_why_eager(call, target)
+        if target.verification == "tree" and call.config.uses_kernels:
+            say_why_by_torch(call)
         return self._result(stats)
 
     def _result(self, stats: DecodeStats) -> Any:

@@ -8,8 +8,8 @@ from transformers.cache_utils import DynamicCache
 from lade.compat import CACHE, CHUNKS_GO_ON, MARKS_CACHES, Model, mesh_of
 from lade.hf.call import Arguments, Call
 from lade.hf.pools import pools_of
-from lade.probing.profile import Profile, Profiles, profile_of
-from lade.probing.rules import Lengths, lengths_of, why_not_reused
+from lade.probing.profile import Profiles, profile_of
+from lade.probing.rules import why_not_reused
 from lade.probing.selfcheck import why_not_continued
 from lade.targets.inputs import is_text_alone
 from lade.targets.prefixes import KeptText, Origin, PrefixStore, is_cuttable, move_to_own_memory
@@ -62,16 +62,15 @@ class Reuse:
         self._store.keep(KeptText(origin, token_ids[:-1], kept), self._max_bytes)
 
 
-def reuse_of(call: Call, profile: Profile) -> Reuse | None:
+def reuse_of(call: Call) -> Reuse | None:
     """Fill a call's cache with the kept beginning of its prompt; None if it may not be reused."""
     model, options = call.model, call.options
     cache = call.model_kwargs.get(CACHE)  # `generate` continues from no other
-    lengths = lengths_of(call.input_ids, options, call.model_kwargs)
-    if not _is_plain_text(call, cache, lengths):
+    if not _is_plain_text(call, cache):
         return None
     if options.prefill_chunk_size is not None and not CHUNKS_GO_ON:
         return None
-    if why_not_reused(model, lengths) is not None or why_not_continued(model, profile) is not None:
+    if why_not_reused(model, call.lengths) or why_not_continued(model, call.profile):
         return None
     return Reuse(call, Profiles.of(model).prefixes)
 
@@ -87,7 +86,7 @@ def state_of(model: Model) -> Hashable:
     return profile_of(model).state, tuple(writes)
 
 
-def _is_plain_text(call: Call, cache: Any, lengths: Lengths) -> bool:
+def _is_plain_text(call: Call, cache: Any) -> bool:
     """Return whether a call's keys and values follow from its tokens alone."""
     num_rows, num_tokens = call.input_ids.shape
     # Returned states must include every token of the prompt.
@@ -97,7 +96,7 @@ def _is_plain_text(call: Call, cache: Any, lengths: Lengths) -> bool:
         return False
     if getattr(cache, "_is_user_defined", False) or not is_text_alone(call.model_kwargs):
         return False
-    mask = call.model_kwargs.get("attention_mask")
+    mask, lengths = call.model_kwargs.get("attention_mask"), call.lengths
     is_usual = lengths.num_slots == lengths.first_position == num_tokens and not lengths.is_padded
     return is_usual and (mask is None or mask.dim() == 2)
 

@@ -1,10 +1,7 @@
 """What a call drafts from, how much of it is verified, and how tokens are chosen."""
 
-from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,51 +12,51 @@ from lade.drafters.prediction import Prediction
 from lade.drafting.drafter import Drafter, DraftingCall, ForcedTokens
 from lade.drafting.sources import PoolDrafter, Source
 from lade.drafting.speculator import Speculator
-from lade.hf.circumstances import Circumstances
-from lade.hf.planning import Planned
+from lade.hf.call import Call
 from lade.hf.stopping import Outputs
 from lade.machine.garbage import without_collection
 from lade.prewarming.tables import prewarmed_table_of
+from lade.probing.rules import longest_draft
 from lade.sampling.choice import Choice
 from lade.sampling.exact import exact_choice
 from lade.sampling.processors import Processors
 from lade.sampling.rejection_choice import rejection_choice
+from lade.targets.base import Target
 from ngram_pool import NGramPool
 
 CallPools = tuple[NGramPool | None, tuple[NGramPool, ...]]  # the one that learns, and the others
 
 
-class Setup(NamedTuple):
-    """What decodes a call, besides its batch and its target."""
-
-    speculator: Speculator
-    choice: Choice
-    budget: Budget
-
-
 def set_up(
-    seen: Circumstances,
-    plan: Planned,
-    pools: CallPools,
-    batch: Batch,
-    outputs: Outputs,
-    overlaps: bool,
-) -> Setup:
-    """Set up what decodes a call.
+    call: Call, target: Target, pools: CallPools, batch: Batch, outputs: Outputs, overlaps: bool
+) -> tuple[Speculator, Choice]:
+    """Return what drafts for a call, and what chooses its tokens.
 
     Raises:
         LadeError: a drafter cannot draft for this call.
     """
-    call, config, device = seen.call, seen.call.config, seen.call.input_ids.device
-    samples = bool(call.options.do_sample)
+    config, device, samples = call.config, call.input_ids.device, bool(call.options.do_sample)
     processors = Processors(call.processors, call.num_rows)
-    rngs, choice = None, None
+    rngs, chosen = None, None
     if samples and config.acceptance == "rejection":
-        rngs, choice = rejection_choice(call.num_rows, processors, device, outputs.on_choice)
-    drafting = _drafting(seen, plan, pools, rngs)
-    sources = _sources(seen, drafting)
-    budget = _budget(seen, plan)
-    chosen: Choice = choice or exact_choice(
+        rngs, chosen = rejection_choice(call.num_rows, processors, device, outputs.on_choice)
+    limits = (target.max_candidates, config.max_candidates)
+    max_candidates = min((limit for limit in limits if limit is not None), default=None)
+    drafting = DraftingCall(
+        model=call.model,
+        vocab_size=target.vocab_size,
+        max_length=longest_draft(call.model, call.input_ids.shape[1], call.cache, call.lengths),
+        device=target.device,
+        num_rows=call.num_rows,
+        max_candidates=max_candidates,
+        processors=call.processors,
+        samples=samples,
+        rngs=rngs,
+        make_pool_drafter=partial(_pool_drafter, call, pools, max_candidates),
+        record=target.record,
+    )
+    sources = _sources(call, drafting)
+    choice: Choice = chosen or exact_choice(
         batch.rows,
         processors,
         samples,
@@ -69,84 +66,54 @@ def set_up(
         num_ranked=max(source.num_successors for source in sources),
         ahead=overlaps,
     )
-    batch.max_lead = chosen.max_lead
+    batch.max_lead = choice.max_lead
     contexts = _contexts(call.input_ids, call.model_kwargs.get("attention_mask"))
     for row, context in zip(batch.rows, contexts, strict=True):
         row.context = context
-    assert plan.target is not None
-    grammar = _grammar(seen, drafting.device)
-    speculator = Speculator(batch, sources, drafting, budget, plan.target, grammar)
-    return Setup(speculator, chosen, budget)
+    grammar, budget = _grammar(call, target.device), _budget(call, target)
+    return Speculator(batch, sources, drafting, budget, target, grammar), choice
 
 
-def _drafting(
-    seen: Circumstances,
-    plan: Planned,
-    pools: CallPools,
-    rngs: Sequence[np.random.Generator] | None,
-) -> DraftingCall:
-    """Return the description of the call for drafters."""
-    call, target = seen.call, plan.target
-    assert target is not None
-    limits = (target.max_candidates, call.config.max_candidates)
-    max_candidates = min((limit for limit in limits if limit is not None), default=None)
-    return DraftingCall(
-        model=call.model,
-        vocab_size=target.vocab_size,
-        max_length=plan.max_length,
-        device=target.device,
-        num_rows=call.num_rows,
-        max_candidates=max_candidates,
-        processors=call.processors,
-        samples=bool(call.options.do_sample),
-        rngs=rngs,
-        make_pool_drafter=partial(_pool_drafter, seen, pools, max_candidates),
-        record=target.record,
-    )
-
-
-def _pool_drafter(seen: Circumstances, pools: CallPools, max_candidates: int | None) -> Drafter:
+def _pool_drafter(call: Call, pools: CallPools, max_candidates: int | None) -> Drafter:
     """Return a drafter that uses the pools of the call and the table of its model."""
     learning, layers = pools
-    table = prewarmed_table_of(seen.call.model, seen.profile)
+    table = prewarmed_table_of(call.model, call.profile)
     layers = layers if table is None else (*layers, table)
     with without_collection():  # the first pool loads or compiles its kernels
         pool = NGramPool() if learning is None else learning
         return PoolDrafter(pool, max_candidates, layers)
 
 
-def _sources(seen: Circumstances, drafting: DraftingCall) -> list[Source]:
+def _sources(call: Call, drafting: DraftingCall) -> list[Source]:
     """Return the sources of drafts: the user's drafter and a prediction, or else the pools."""
-    config, arguments = seen.call.config, seen.call.arguments
-    given, prediction = arguments.drafter, arguments.prediction
+    given, prediction = call.arguments.drafter, call.arguments.prediction
     if isinstance(prediction, tuple):  # token ids, from `Arguments.checked`
         given = Merged([CallPool() if given is None else given, Prediction(prediction)])
     if given is None:
         return [Source(drafting.make_pool_drafter()).make(drafting)]
-    return sources_of(given, drafting, config.strict_drafter)
+    return sources_of(given, drafting, call.config.strict_drafter)
 
 
-def _grammar(seen: Circumstances, device: torch.device) -> Source | None:
+def _grammar(call: Call, device: torch.device) -> Source | None:
     """Return the source of the tokens that a logits processor forces, if one foresees any."""
-    known = (each for each in seen.call.processors if isinstance(each, ForcedTokens))
+    known = (each for each in call.processors if isinstance(each, ForcedTokens))
     if (grammar := next(known, None)) is None:
         return None
-    is_strict = seen.call.config.strict_drafter
+    is_strict = call.config.strict_drafter
     return Source(grammar, what="forced tokens", is_strict=is_strict, device=device)
 
 
-def _budget(seen: Circumstances, plan: Planned) -> Budget:
-    config, options, verification = seen.call.config, seen.call.options, plan.verification
-    most_asked = options.prompt_lookup_num_tokens
-    limits = [each for each in (config.max_draft_tokens, most_asked) if each is not None]
-    asked = min(limits, default=None)
-    if config.max_draft_tokens is not None and asked is not None:
-        return Budget(fixed=asked)
+def _budget(call: Call, target: Target) -> Budget:
+    """Return what decides how many draft tokens a step verifies, within the user's limit."""
+    config, options = call.config, call.options
+    limits = (config.max_draft_tokens, options.prompt_lookup_num_tokens)
+    limit = min((each for each in limits if each is not None), default=None)
+    if config.max_draft_tokens is not None:
+        return Budget(fixed=limit)
     temperature = 1.0 if options.temperature is None else options.temperature
     temperature = temperature if options.do_sample else 0.0
-    is_fast = verification.is_fast and not (plan.target is not None and plan.target.is_recording)
-    costs = seen.profile.step_costs(verification.verification, verification.execution, is_fast)
-    return Budget(costs, temperature, asked)
+    costs = call.profile.step_costs(target.verification, target.execution, target.is_fast)
+    return Budget(costs, temperature, limit)
 
 
 def _contexts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:

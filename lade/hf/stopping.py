@@ -9,15 +9,13 @@ from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     MaxLengthCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
 
 from lade.batch import Batch, Row
 from lade.compat import STOPS_FIRST
 from lade.engine.engine import aside
-from lade.hf.call import OnStep
+from lade.hf.call import Call, OnStep
 from lade.sampling.choice import OnChoice
 from lade.stats import Step
 
@@ -54,24 +52,20 @@ class StopRule:
     criterion ends may have run ahead; it is cut.
 
     Args:
-        criteria: of the call.
+        call: whose criteria are asked.
         outputs: of the call, which the criteria look at.
         batch: of the call.
-
-    Attributes:
-        sees_rows: whether some criteria see several rows at once.
     """
 
-    def __init__(
-        self, criteria: StoppingCriteriaList, outputs: Outputs, batch: Batch, input_ids: Tensor
-    ) -> None:
-        self._outputs, self._batch, self._columns = outputs, batch, input_ids
-        self._unfinished = torch.ones(len(input_ids), dtype=torch.int64, device=input_ids.device)
+    def __init__(self, call: Call, outputs: Outputs, batch: Batch) -> None:
+        self._outputs, self._batch, self._columns = outputs, batch, call.input_ids
+        self._sees_rows, device = call.stops_see_rows, call.input_ids.device
+        self._unfinished = torch.ones(call.num_rows, dtype=torch.int64, device=device)
         self._lengths: list[MaxLengthCriteria] = []  # whose limit may be changed at any time
         self._reminder: Any = None  # warns once that a text outgrows its model
         self._eos_token_ids: set[int] = set()
         self._others = list[Any]()
-        for criterion in criteria:
+        for criterion in call.criteria:
             if type(criterion) is MaxLengthCriteria:
                 self._lengths.append(criterion)
                 if criterion.max_position_embeddings is not None:
@@ -80,10 +74,6 @@ class StopRule:
                 self._eos_token_ids.update(criterion.eos_token_id.tolist())
             else:
                 self._others.append(criterion)
-        # Without a padding token, a row that ends continues until all rows have ended.
-        is_padded = batch.pad_token_id is not None
-        takes_rows = all(is_padded and type(each) is StopStringCriteria for each in self._others)
-        self.sees_rows = len(input_ids) > 1 and not takes_rows
 
     def __call__(self, rows: Sequence[Row]) -> None:
         """Mark the given rows as finished if their last token ends them."""
@@ -98,14 +88,16 @@ class StopRule:
             elif self._reminder and len(token_ids) > self._reminder.max_position_embeddings:
                 self._reminder(row.prefix(), None)
                 self._reminder = None
-            for criterion in () if self.sees_rows else self._others:
+            for criterion in () if self._sees_rows else self._others:
                 scores = self._outputs.get("scores")
                 prefix = row.prefix()
                 answer = torch.zeros((), dtype=torch.bool, device=prefix.device)
                 # As in `generate`, the answer may be an integer, whose lowest bit counts.
                 finished = bool((answer | criterion(prefix, scores)) & 1) or finished
             row.is_finished = row.is_finished or finished
-        while self.sees_rows and (column := self._batch.column(self._columns.shape[1])) is not None:
+        while (
+            self._sees_rows and (column := self._batch.column(self._columns.shape[1])) is not None
+        ):
             self._ask_about(column)
 
     def _ask_about(self, column: Sequence[int]) -> None:

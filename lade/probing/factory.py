@@ -51,8 +51,8 @@ def make_target(
         of_trees = [each for each in targets if isinstance(each, TreeTarget)]
         pad_token = getattr(generation_config, "_pad_token_tensor", None)
         whole = Prompts(model, input_ids, model_kwargs, generation_config, int(pad_token or 0))
-        return RowsTarget(rows, of_trees, whole)
-    if chosen.verification == "tree":
+        target: Target = RowsTarget(rows, of_trees, whole)
+    elif chosen.verification == "tree":
         known = profile or profile_of(model)
         settings = (
             *(model, input_ids, model_kwargs, known.layout_of(model), max_new_tokens),
@@ -60,10 +60,15 @@ def make_target(
         )
         if chosen.execution == "static":
             steps = None if generation_config.disable_compile else known.static_steps
-            return StaticTarget(*settings, steps=steps)
-        return TreeTarget(*settings, known.fast_views_for(model) if chosen.is_fast else None)
-    restores = chosen.verification == "snapshot"
-    return ChainTarget(
-        *(model, input_ids, model_kwargs, restores, generation_config),
-        proves_inputs=has_user_inputs(model),
-    )
+            target = StaticTarget(*settings, steps=steps)
+        else:
+            target = TreeTarget(*settings, known.fast_views_for(model) if chosen.is_fast else None)
+    else:
+        restores = chosen.verification == "snapshot"
+        target = ChainTarget(
+            *(model, input_ids, model_kwargs, restores, generation_config),
+            proves_inputs=has_user_inputs(model),
+        )
+    target.verification = chosen.verification
+    target.why_eager = target.why_eager or chosen.why_eager
+    return target

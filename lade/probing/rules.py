@@ -162,19 +162,30 @@ def why_no_tree(model: Model, lengths: Lengths) -> str | None:
     return f"its queries are scaled by cache slot, and the scale changes at multiples of {scale}"
 
 
-def longest_draft(model: Model, max_length: int, num_tokens: int, first_position: int) -> int:
+def longest_draft(model: Model, num_tokens: int, cache: Any, lengths: Lengths) -> int:
     """Return the maximum total length a draft may reach, prompt included.
 
     Learned positions are limited, and a draft must not need more of them than standard decoding;
-    nor may it reach the length where a dynamic rotary embedding depends on each forward's length.
+    nor may it reach the length where a dynamic rotary embedding depends on each forward's length,
+    or the end of a static cache.
+
+    Args:
+        model: of the call.
+        num_tokens: of the prompt.
+        cache: that `generate` has prepared for it, or None.
+        lengths: of the call.
     """
     config = model.config.get_text_config(decoder=True)
-    limits = [getattr(config, "max_position_embeddings", None)]
+    limits: list[int | None] = [getattr(config, "max_position_embeddings", None)]
     rope = rope_of(config)
     if rope is not None and rope[0] == "dynamic":
         limits.append(rope[1])
-    left: list[int] = [limit - first_position for limit in limits if limit is not None]
-    return min([max_length, *(num_tokens + max(0, num) for num in left)])
+    left = [max(0, limit - lengths.first_position) for limit in limits if limit is not None]
+    if isinstance(cache, StaticCache):
+        whole = [layer for layer in cache.layers if not getattr(layer, "is_sliding", False)]
+        sizes = [layer.max_cache_len for layer in whole if hasattr(layer, "max_cache_len")]
+        left += [size - lengths.num_slots for size in sizes]
+    return num_tokens + min([lengths.num_new, *left])
 
 
 def why_not_static(
@@ -198,33 +209,31 @@ def why_not_static(
     return next((reason for is_so, reason in reasons if is_so), None)
 
 
-class Requirements(NamedTuple):
-    """The requirements of a call, and the methods that it rules out."""
-
-    excluded: dict[Verification, str]  # methods ruled out, and why
-    cache: CacheKind
-    is_padded: bool  # whether rows have padding, or may later differ in length
-    num_new: int  # maximum number of tokens to emit
-    max_length: int  # maximum total length a draft may reach, prompt included
-    num_slots: int  # of the prompt
+def cache_kind_of(model_kwargs: dict[str, Any]) -> CacheKind:
+    """Return the kind of cache that a call prepared by `generate` has."""
+    cache = cache_in(model_kwargs)
+    if cache is None and not model_kwargs.get("use_cache", True):
+        return "none"
+    return "static" if type(cache) is StaticCache else "dynamic"
 
 
-def requirements_of(
+def excluded_by(
     model: Model,
     input_ids: Tensor,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
-    user_code: str | None = None,
-) -> Requirements:
-    """Return the requirements of a call prepared by `generate`, and the methods it rules out."""
+    lengths: Lengths,
+    user_code: str | None,
+) -> dict[Verification, str]:
+    """Return the methods that a call prepared by `generate` rules out, and why."""
     excluded: dict[Verification, str] = {}
 
     def exclude(reason: str | None, *verifications: Verification) -> None:
         for verification in verifications if reason is not None else ():
             excluded.setdefault(verification, str(reason))
 
-    lengths = lengths_of(input_ids, config, model_kwargs)
-    if has_user_inputs(model) and not model_kwargs.get("use_cache", True):
+    uses_cache, kind = model_kwargs.get("use_cache", True), cache_kind_of(model_kwargs)
+    if has_user_inputs(model) and not uses_cache:
         exclude("your own code prepares the inputs of whole texts", *SPECULATING)
     exclude(why_not_speculate(model, lengths), *SPECULATING)
     exclude(_needs_more(model, input_ids, model_kwargs), *SPECULATING)
@@ -232,15 +241,13 @@ def requirements_of(
     exclude(why_no_snapshot(model, lengths), "snapshot")
     text_config = model.config.get_text_config(decoder=True)
     cache = cache_in(model_kwargs)
-    kind: CacheKind = "static" if type(cache) is StaticCache else "dynamic"
-    if cache is None and not model_kwargs.get("use_cache", True):
-        kind = "none"
+    if kind == "none":
         for verification, reason in WITHOUT_CACHE.items():
             exclude(reason, verification)
         if any(model_kwargs.get(name) is not None for name in TOKEN_TYPES):
             # With a cache, only tokens of the prompt may.
             exclude("without a cache, its token types may let tokens see later ones", *SPECULATING)
-    elif type(cache) is StaticCache:
+    elif kind == "static":
         exclude(_why_not_moved(cache, lengths, len(input_ids)), "tree")
     elif type(cache) is not DynamicCache:
         exclude(f"its cache is a {type(cache).__name__}", "tree")
@@ -261,26 +268,18 @@ def requirements_of(
         if device_of_inputs(model).type == "cuda" and not config.disable_compile:
             # `generate` compiles it.
             exclude("its forwards would not be compiled", "chain", "snapshot")
-        if lengths.first_position > input_ids.shape[1] and cache is not None:
+        if lengths.first_position > input_ids.shape[1]:
             # Beside convolutions, masks are made of positions, and would show slots without tokens.
             has_states = any(type(each) is LinearAttentionLayer for each in cache.layers)
             exclude("its positions are beyond its slots" if has_states else None, "chain")
         if "local" in (getattr(text_config, "attention_layers", None) or ()):
             exclude("its local layers mask by the size of a static cache", *SPECULATING)
-    if cache is not None and not model_kwargs.get("use_cache", True):
+    if cache is not None and not uses_cache:
         exclude("a cache was passed, and use_cache=False", *SPECULATING)
-    longest = input_ids.shape[1] + lengths.num_new
-    limits = [longest_draft(model, longest, input_ids.shape[1], lengths.first_position)]
-    if isinstance(cache, StaticCache):
-        whole = [layer for layer in cache.layers if not getattr(layer, "is_sliding", False)]
-        sizes = [layer.max_cache_len for layer in whole if hasattr(layer, "max_cache_len")]
-        limits += [input_ids.shape[1] + size - lengths.num_slots for size in sizes]
-    is_padded = lengths.is_padded or len(input_ids) > 1
     if user_code is not None and mesh_of(model) is not None:
         reason = f"your own code runs in its forward passes ({user_code})"
         exclude(f"{reason}, and several processes run it together", *SPECULATING)
-    num_new, num_slots = lengths.num_new, lengths.num_slots
-    return Requirements(excluded, kind, is_padded, num_new, min(limits), num_slots)
+    return excluded
 
 
 def _why_not_moved(cache: StaticCache, lengths: Lengths, num_rows: int) -> str | None:

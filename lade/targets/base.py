@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lade.config import Execution, Verification
 from lade.engine.engine import EngineCall
 from lade.errors import UnsupportedOptionError
 from lade.targets.inputs import CONTINUED
@@ -24,11 +25,18 @@ class Target(ABC):
     vocab_size: int  # exclusive upper bound on the token ids of drafts
     max_candidates: int | None = None  # paths of a draft that one forward can verify
     num_pending: int = 0  # committed tokens that the next forward runs again
+    verification: Verification = "tree"  # the method by which it verifies drafts
+    execution: Execution = "eager"
+    why_eager: str | None = None  # why steps are not compiled that were to be
 
     _model_kwargs: dict[str, Any]  # what `generate` prepared for the prompts
     _engine_call: EngineCall | None = None  # runs its forwards together with other calls
-    is_recording: bool = False  # whether forwards return more than logits, by torch
     _is_untimed = False  # whether the last forward also ran other calls, or a compiler
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether forwards may run by lade's kernels."""
+        return False
 
     @property
     def extra_sec(self) -> float:

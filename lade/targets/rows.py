@@ -117,6 +117,11 @@ class RowsTarget(Target):
         self._num_prompt = [row.input_ids.shape[1] for row in rows]
         self._starts = [prompts.input_ids.shape[1] - num for num in self._num_prompt]  # padding
 
+    @property
+    def is_fast(self) -> bool:
+        """Whether forwards may run by lade's kernels."""
+        return self._all[0].is_fast
+
     def prefill(self, *, is_plain: bool = False) -> Tensor:
         """Run the distinct prompts, and copy their caches to equal ones; return last logits."""
         if is_plain:

@@ -68,11 +68,13 @@ class StaticTarget(TreeTarget):
         steps: of the model, to be compiled; None to compile nothing.
     """
 
+    execution = "static"
+
     def __init__(self, *given: Any, steps: StaticSteps | None) -> None:
         super().__init__(*given)
-        self.may_join, self.why_not = False, None  # joined; why steps are not compiled
+        self.may_join = False
         if steps is not None and not steps.lend(self):
-            self.why_not, steps = "another call has its compiled steps", None
+            self.why_eager, steps = "another call has its compiled steps", None
         self._is_compiled, self._steps = steps is not None, steps or StaticSteps()
 
     def record(self, options: Mapping[str, Any]) -> Callable[[int], Any]:
@@ -96,7 +98,7 @@ class StaticTarget(TreeTarget):
         if num_slots in LENGTHS:
             caches[num_slots] = kept
         else:
-            self.why_not = f"its text is longer than {LENGTHS[-1]} tokens"
+            self.why_eager = f"its text is longer than {LENGTHS[-1]} tokens"
         self.cache = self._model_kwargs[CACHE] = kept
 
     def width_of(self, num_tokens: int) -> int:
@@ -120,7 +122,7 @@ class StaticTarget(TreeTarget):
         if self._is_compiled and is_listed and self._steps.why_not is None:
             with Attempt(even_memory=True) as attempt:
                 return self._compiled(shape, inputs)
-            self.why_not = self._steps.why_not = attempt.failure
+            self.why_eager = self._steps.why_not = attempt.failure
         return self._run(self._view, inputs)
 
     def _compiled(self, shape: Hashable, inputs: Any) -> Tensor:

@@ -122,6 +122,11 @@ class TreeTarget(Target):
         devices = set((getattr(self._model, "hf_device_map", None) or {}).values())
         return TreeCache(kinds, num_slots, max_slots, share=len(devices) <= 1)
 
+    @property
+    def is_fast(self) -> bool:
+        """Whether forwards may run by lade's kernels."""
+        return self._fast_views is not None
+
     def record(self, options: Mapping[str, Any]) -> Callable[[int], Any]:
         """Have forwards return more than logits, by torch; return what takes it of the text."""
         if self._prompt_positions() is None or self._is_padded or self.cache.get_seq_length():
@@ -134,7 +139,7 @@ class TreeTarget(Target):
             )
         # Transformers hooks the modules whose outputs it collects.
         self._model, self._fast_views, self._engine_call = apart(self._model), None, None
-        self._recorded, self.is_recording, self.may_join = Recorded(options), True, False
+        self._recorded, self.may_join = Recorded(options), False
         return self._recorded.take
 
     def prefill(self, *, is_plain: bool = False) -> Tensor:

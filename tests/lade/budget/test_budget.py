@@ -99,7 +99,7 @@ def answer(
         rests = budget.is_resting
         probs = {row: draft.probs for row, (draft, _) in zip(rows, drafts, strict=True)}
         nums = dict.fromkeys(rows, 0) if rests else budget.nums_of_nodes(probs)
-        assert 0 <= min(nums.values()) <= max(nums.values()) <= budget.max_draft_tokens
+        assert 0 <= min(nums.values()) <= max(nums.values()) <= budget.wish
         before, outcomes = min(emitted.values()), {}
         for (row, num), (draft, text) in zip(nums.items(), drafts, strict=True):
             outcomes[row] = draft, text[: 1 + matched_depth(draft.first(num), text)]

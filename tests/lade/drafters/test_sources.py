@@ -87,7 +87,7 @@ def decode(
         speculator.open_all()
         while (now := place + len(text) - NUM_PROMPT) < end:
             started = clock.now
-            draft = speculator.propose(row, budget.max_draft_tokens)
+            draft = speculator.propose(row, budget.wish)
             num = budget.nums_of_nodes({row: draft.probs})[row]
             clock.now += STEP_SEC + SEC_PER_NODE * num
             coming = ANSWER[now : now + num + 1]
