@@ -3,7 +3,6 @@
 import copy
 import gc
 import weakref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,18 +108,6 @@ def test_a_deep_copy_of_a_wrapped_model_is_a_wrapped_model_of_its_own(model: Any
     lade.unwrap(copied)
 
 
-def test_a_pool_of_a_larger_vocabulary_cannot_break_a_smaller_model(
-    model: Any, tmp_path: Path
-) -> None:
-    pool = lade.NGramPool()
-    pool.observe([5, 6, 7, 50_000, 5, 6, 7, 2**31 - 1] * 20)
-    contexts = [[-1, token_id] for token_id in range(100)]
-    pool.harvest(contexts, [[2**31 - 1, 50_000]] * 100, [[0.9, 0.05]] * 100)
-    pool.save(tmp_path / "large.pool")
-    for each in (pool, lade.NGramPool.load(tmp_path / "large.pool")):
-        same(model, pool=each, config=lade.Config(max_draft_tokens=12))
-
-
 def test_dict_output_has_stats_and_a_cache_of_all_tokens_but_the_last(model: Any) -> None:
     output = ours(model, return_dict_in_generate=True)
     assert isinstance(output, lade.GenerateOutput)
@@ -153,12 +140,6 @@ def test_steps_are_reported_in_order_with_what_was_drafted(model: Any) -> None:
     assert steps[0].num_draft_tokens == steps[0].num_accepted == 0
     assert any(step.num_accepted >= 2 for step in steps)
     assert all(step.num_accepted <= len(step.token_ids) for step in steps)
-
-
-# --- what passes through --------------------------------------------------------------------
-
-
-# --- models ---------------------------------------------------------------------------------
 
 
 def test_a_generation_keeps_nothing_alive(model: Any) -> None:

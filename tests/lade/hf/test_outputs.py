@@ -5,22 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig
+from transformers import GenerationConfig
 
 import lade
 from tests.grids import thinned
 from tests.lade.both import EIGHT, ONE, THREE, both, same_as_generate
 from tests.lade.shared import shared_model
 from tests.lade.tiny import CACHE, ScriptedDrafter, byte_tokenizer, tiny_model
-
-SIX = lade.Config(max_draft_tokens=6)
-
-
-def assert_same_cache(mine: DynamicCache, theirs: DynamicCache) -> None:
-    assert mine.get_seq_length() == theirs.get_seq_length()
-    for one, other in zip(mine.layers, theirs.layers, strict=True):
-        torch.testing.assert_close(one.keys, other.keys, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(one.values, other.values, rtol=1e-5, atol=1e-5)
 
 
 def test_scores_reach_stopping_criteria() -> None:

@@ -157,6 +157,12 @@ def replaced(model: Any) -> Any:
     return model
 
 
+def exchanged(model: Any) -> Any:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.flip(0)
+    return model
+
+
 def trained(model: Any) -> Any:
     model(ONE, labels=ONE).loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.5).step()
@@ -173,7 +179,7 @@ def by_eager_attention(model: Any) -> Any:
 
 
 CHANGES: list[Callable[[Any], Any]] = [
-    *(hooked, quantized, pickled, written_in_place, replaced, trained),
+    *(hooked, quantized, pickled, written_in_place, replaced, exchanged, trained),
     *(in_other_format, by_eager_attention),
 ]
 

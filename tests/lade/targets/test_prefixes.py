@@ -49,17 +49,6 @@ def held(store: PrefixStore) -> list[list[int]]:
     return [text.token_ids.tolist() for text in store]
 
 
-def test_the_longest_beginning_is_found_whatever_was_used_last() -> None:
-    store = store_of([1, 2, 3, 4, 5], [1, 2, 9, 9, 9], [7, 8])
-    assert found(store, [1, 2, 3, 4, 6, 6]) == 4
-    assert found(store, [1, 2, 9, 9, 9, 4]) == 5
-    assert found(store, [1, 2]) == 1  # the last token of a prompt is always run
-    assert found(store, [7, 8, 1]) == 2
-    assert found(store, [6, 6, 6]) == 0
-    assert found(store, [1]) == 0
-    assert found(store, []) == 0
-
-
 def test_the_text_not_used_for_longest_goes_first() -> None:
     texts = [[number] * 10 for number in range(1, 5)]
     most = 3 * (10 * 4 * 2 * 2 * 4 + 80)
