@@ -283,32 +283,6 @@ def run_engines(
     run(model, job, chosen, names, check, threads, json)
 
 
-@app.command("memory")
-@grouped
-def run_memory(
-    *,
-    prompts: PromptsOption,
-    methods: MethodsOption = "plain,lade",
-    max_new_tokens: MaxNewTokensOption = 128,
-    limit: LimitOption = None,
-    passes: PassesOption = 1,
-    loading: LoadOptions,
-    json: JsonOption = None,
-) -> None:
-    """Compare the peak memory of ways of generating, each in a fresh process.
-
-    On a CPU, that is the most that the whole process has resident while it answers the prompts:
-    weights, libraries and all. On a GPU, it is the most that torch has allocated there.
-    """
-    from benchmarks.memory import run
-    from benchmarks.methods import METHODS, named
-
-    known = [name for name, info in METHODS.items() if info.takes is None]
-    names = named(methods, known)
-    chosen, settings = choose(prompts, limit, None), Settings(max_new_tokens)
-    run(vars(loading), chosen, names, settings, passes, json)
-
-
 @app.command("forwards")
 @grouped
 def run_forwards(

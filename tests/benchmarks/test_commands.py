@@ -222,7 +222,7 @@ def test_prompts_of_some_categories_are_chosen_by_name(tmp_path: Path) -> None:
         choose(path, None, None, "poems")
 
 
-# --- engines and memory ---------------------------------------------------------------------
+# --- engines ------------------------------------------------------------------------------
 
 
 def test_engines_that_are_not_installed_are_left_out(
@@ -259,19 +259,6 @@ def test_a_file_for_engines_has_the_weights_of_the_model(folder: str, tmp_path: 
         assert torch.equal(weights[name], weight), name
     with pytest.raises(ValueError, match=r"expected weights that are the same in float16, got "):
         write_gguf(loaded.model, loaded.tokenizer, tmp_path / "half.gguf", "float16")
-
-
-@pytest.mark.exhaustive  # five processes that import torch
-def test_each_method_has_a_peak_of_its_own_or_says_why_it_failed(
-    options: list[Any], results: Callable[..., Any]
-) -> None:
-    found = results("memory", *options, "--methods", "plain,lade", "--passes", 2)
-    plain, ours = (found["summary"][name] for name in ("plain", "lade"))
-    assert 0 <= plain["growth_bytes"] < plain["peak_bytes"] > 10**8  # a tiny model's fit in before
-    assert ours["peak_ratio"] == pytest.approx(ours["peak_bytes"] / plain["peak_bytes"], abs=1e-3)
-    options[options.index("--model") + 1] = "/does/not/exist"
-    with pytest.raises((lade.LadeError, ValueError, OSError), match="no such folder"):
-        run("memory", *options, "--methods", "plain")
 
 
 # --- parts ----------------------------------------------------------------------------------
