@@ -5,7 +5,6 @@ thread takes pieces until none is left, and goes on when all are done. So a thre
 or not at all, delays no other. All numbers are float32, whatever weights are stored in.
 """
 
-import math
 from typing import Any
 
 import numba
@@ -26,6 +25,7 @@ from lade.forward._tiles import (
     add_products,
     add_rows,
     call_compiled,
+    call_with,
     compiled,
     compiled_with,
     inlined,
@@ -108,48 +108,6 @@ def _sum_of_squares(row, mean):  # type: ignore[no-untyped-def]
     return total
 
 
-@compiled
-def _normalize(row, of, out):  # type: ignore[no-untyped-def]
-    """Normalize a row as LayerNorm or RMSNorm do."""
-    size, flags = _F(len(row)), of[w.FLAGS]
-    mean = _sum(row) / size if flags & w.CENTERS else _F(0)
-    factor = _F(1) / np.sqrt(_sum_of_squares(row, mean) / size + _number(of, w.EPS))
-    for i in range(len(row)):
-        out[i] = (row[i] - mean) * factor
-    if of[w.NORM_WEIGHT] != 0:
-        weight = _row(of[w.NORM_WEIGHT], len(row))
-        one = _F(1) if flags & w.ADDS_ONE else _F(0)
-        for i in range(len(row)):
-            out[i] = out[i] * (weight[i] + one)
-    if of[w.NORM_BIAS] != 0:
-        bias = _row(of[w.NORM_BIAS], len(row))
-        for i in range(len(row)):
-            out[i] = out[i] + bias[i]
-
-
-@compiled
-def _turn(row, cos, sin, straight, turned, how):  # type: ignore[no-untyped-def]
-    """Turn the first numbers of a head by the angles of its position."""
-    size = len(cos)
-    half = size // 2
-    if how & w.SORTS:
-        for i in range(half):
-            turned[i], turned[half + i] = row[2 * i], row[2 * i + 1]
-        _copy(turned[:size], row)
-    for i in range(size):
-        straight[i] = row[i] * cos[i]
-    if how & w.HALVES:
-        for i in range(half):
-            turned[i] = -row[half + i] * sin[i]
-            turned[half + i] = row[i] * sin[half + i]
-    else:
-        for i in range(half):
-            turned[2 * i] = -row[2 * i + 1] * sin[2 * i]
-            turned[2 * i + 1] = row[2 * i] * sin[2 * i + 1]
-    for i in range(size):
-        row[i] = straight[i] + turned[i]
-
-
 # The following functions are compiled without fast math: neither the length of a vector nor its end
 # may change a bit.
 
@@ -217,16 +175,14 @@ def _power(number):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _squash(row):  # type: ignore[no-untyped-def]
-    """Replace each number by its hyperbolic tangent."""
-    for i in range(len(row)):
-        bounded = _within(row[i], _F(10))
-        power = _exponential(_F(2) * bounded)
-        # Near 0, the difference would cancel digits that the series keeps.
-        square = bounded * bounded
-        near = bounded * (_F(1) - square * (_F(1 / 3) - square * _F(2 / 15)))
-        far = (power - _F(1)) / (power + _F(1))
-        row[i] = near if square < _F(1e-3) else far
+def _tanh(number):  # type: ignore[no-untyped-def]
+    """Return the hyperbolic tangent of a number."""
+    bounded = _within(number, _F(10))
+    power = _exponential(_F(2) * bounded)
+    # Near 0, the difference would cancel digits that the series keeps.
+    square = bounded * bounded
+    near = bounded * (_F(1) - square * (_F(1 / 3) - square * _F(2 / 15)))
+    return near if square < _F(1e-3) else (power - _F(1)) / (power + _F(1))
 
 
 @compiled
@@ -251,30 +207,6 @@ def _softmax(row):  # type: ignore[no-untyped-def]
     total = _sum(row)
     for i in range(len(row)):
         row[i] = row[i] / total
-
-
-@compiled
-def _activate(row, how, wide):  # type: ignore[no-untyped-def]
-    """Apply an activation to numbers in place; `wide` is scratch of the same size."""
-    if how == w.SILU:
-        _silu(row)
-    elif how == w.GELU:
-        for i in range(len(row)):
-            row[i] = _F(0.5) * row[i] * (_F(1) + _F(math.erf(row[i] * _F(0.7071067811865476))))
-    elif how == w.GELU_TANH:
-        for i in range(len(row)):
-            number = row[i]
-            cubed = _F(0.044715) * number * number * number
-            wide[i] = _F(0.7978845608028654) * (number + cubed)
-        _squash(wide[: len(row)])
-        for i in range(len(row)):
-            row[i] = _F(0.5) * row[i] * (_F(1) + wide[i])
-    else:
-        for i in range(len(row)):
-            row[i] = max(row[i], _F(0))
-        if how == w.RELU_SQUARED:
-            for i in range(len(row)):
-                row[i] = row[i] * row[i]
 
 
 # --- a softmax, block by block -------------------------------------------------------------------
@@ -554,7 +486,6 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
     most = _MOST_COLUMNS // 2 if kind == w.TO_INNER else _MOST_COLUMNS
     step, out_step = _share(num_all, g[w.NUM_THREADS], _UNIT, most), 4 * _MOST_COLUMNS
     beside = scratch + num_rows * out_step
-    wide = _row(beside, _MOST_COLUMNS)
     first, until = products[w.FIRST_ADDED], products[len(products) - w.PRODUCT_SIZE + w.END_ADDED]
     if first < until:
         _write_between(g, phase + 128, inputs, num_inputs, num_rows, first, until, scratch)
@@ -577,74 +508,70 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
                     _add_low_rank(g, of, num_rows, first, until, out, out_step, beside)
         for row in range(num_rows):
             numbers = _row(scratch + out_step * row, stop - start)
-            if kind == w.TO_INNER or kind == w.TO_INPUTS:
-                _activate(numbers, layer[w.ACTIVATION], wide)
-                beside_it = scratch + out_step * row + out_step // 2
-                if kind == w.TO_INPUTS:
-                    beside_it = layer[w.INPUTS] + 4 * (num_all * row + start)
-                if kind == w.TO_INPUTS or products[w.PRODUCT_SIZE + w.WEIGHT] != 0:
-                    others = _row(beside_it, stop - start)
-                    for i in range(stop - start):
-                        numbers[i] = numbers[i] * others[i]
-            _copy(numbers, _row(target + 4 * (num_all * row + start), stop - start))
+            made = target + 4 * (num_all * row + start)
+            if kind == w.TO_ROWS:
+                _copy(numbers, _row(made, stop - start))
+                continue
+            second, number = numbers.ctypes.data + out_step // 2, layer[w.INNER_COLUMNS]
+            if kind == w.TO_INPUTS:
+                second = layer[w.INPUTS] + 4 * (num_all * row + start)
+                number = layer[w.INPUT_COLUMNS]
+            given = numbers.ctypes.data, second
+            _run_columns(g, number, stop - start, start, given, made, beside)
         num_done += stop - start
         start = take(phase, step)
     end(g, phase, num_done, num_all)
 
 
 @compiled
-def _add_to_states(g, layer, norm, token, scratch):  # type: ignore[no-untyped-def]
-    """Add the result of attention, MLP or inputs to a token's states, after its norm if any."""
-    size = g[w.HIDDEN]
-    states, added = _row(g[w.STATES] + 4 * size * token, size), _row(scratch, size)
-    given = _row(g[w.ADDED] + 4 * size * token, size)
-    of = layer[norm : norm + w.NORM_SIZE]
-    if of[w.FLAGS] & w.IS_NORM:
-        _normalize(given, of, added)
-    else:
-        _copy(given, added)
-    factor = _number(layer, w.FACTOR)
-    if factor != _F(1):
-        for i in range(size):
-            added[i] = added[i] * factor
-    for i in range(size):
-        states[i] = states[i] + added[i]
-    last = w.OF_MLP if norm == w.POST_MLP else w.OF_ATTENTION
-    of = layer[last : last + w.NORM_SIZE]
-    if norm != w.POST_INPUTS and of[w.FLAGS] & w.IS_NORM:
-        _normalize(states, of, added)
-        _copy(added, states)
-    if layer[w.SCALAR] != 0 and norm == (w.POST_INPUTS if layer[w.INPUT_SIZE] > 0 else w.POST_MLP):
-        scalar = _row(layer[w.SCALAR], 1)[0]
-        for i in range(size):
-            states[i] = states[i] * scalar
+def given_to_rows(g, of, token, index, scratch):  # type: ignore[no-untyped-def]
+    """Return the addresses that a program of a token's row takes: scratch memory, then places.
+
+    Args:
+        g, of: the job, and the row that describes the program.
+        token: number of the token.
+        index: its number in NORMED.
+        scratch: of MOST_PLACES words, and what the program needs.
+    """
+    given = numba.carray(pointer(scratch), (w.MOST_PLACES + 1,), np.int64)
+    given[0] = (scratch + 8 * (w.MOST_PLACES + 1) + 63) // 64 * 64
+    for each in range(of[w.NUM_PLACES]):
+        place = w.PLACES + 3 * each
+        at = index if of[place] == w.NORMED else token
+        given[each + 1] = g[of[place]] + of[place + 1] + of[place + 2] * at
+    return given
 
 
 @compiled
-def _norm_states(g, of, token, index):  # type: ignore[no-untyped-def]
-    """Write a token's states, after a norm if there is one, as inputs of the next product."""
-    size = g[w.HIDDEN]
-    states, normed = (
-        _row(g[w.STATES] + 4 * size * token, size),
-        _row(g[w.NORMED] + 4 * size * index, size),
-    )
-    if of[w.FLAGS] & w.IS_NORM:
-        _normalize(states, of, normed)
-    else:
-        _copy(states, normed)
+def run_rows(g, number, token, index, scratch):  # type: ignore[no-untyped-def]
+    """Run the program that a row describes, counted from 1; see `given_to_rows`."""
+    of = described(g, number)
+    given = given_to_rows(g, of, token, index, scratch)
+    call_with((of[w.PROGRAM], given.ctypes.data))
+
+
+@compiled
+def _run_columns(g, number, num, start, inputs, out, memory):  # type: ignore[no-untyped-def]
+    """Run what becomes of columns from `start` on, given the row that describes it."""
+    of, (first, second) = described(g, number), inputs
+    given = numba.carray(pointer(memory), (w.MOST_PLACES,), np.int64)
+    given[0], given[1], given[2] = num, first, second
+    filled = 1 + of[w.NUM_INPUTS]
+    for each in range(of[w.NUM_CONSTANTS]):
+        place = w.CONSTANTS + 2 * each
+        given[filled + each] = of[place] + of[place + 1] * start
+    given[filled + of[w.NUM_CONSTANTS]] = out
+    call_with((of[w.PROGRAM], memory))
 
 
 @inlined
-def _run_states(g, phase, tokens, layer, norm, of, is_parallel, scratch):  # type: ignore[no-untyped-def]
+def _run_states(g, phase, tokens, at_end, before, scratch):  # type: ignore[no-untyped-def]
     """Add the result of the last phase to the states, and write inputs of the next phase.
 
     Args:
         g, phase: the job, and the address of the phase.
         tokens: numbers of the tokens.
-        layer: numbers of the layer whose result is added.
-        norm: position in `layer` of the norm of that result; -1 if nothing is added.
-        of: the norm of the next phase's inputs.
-        is_parallel: whether the next phase gets the states from before the addition.
+        at_end, before: the rows of the programs that do so, or 0.
         scratch: the thread's scratch memory.
     """
     num = len(tokens)
@@ -653,102 +580,36 @@ def _run_states(g, phase, tokens, layer, norm, of, is_parallel, scratch):  # typ
     while start < num:
         stop = min(start + step, num)
         for index in range(start, stop):
-            for turn in range(2):
-                if (turn == 0) == is_parallel:
-                    _norm_states(g, of, tokens[index], index)
-                elif norm >= 0:
-                    _add_to_states(g, layer, norm, tokens[index], scratch)
+            if at_end != 0:
+                run_rows(g, at_end, tokens[index], index, scratch)
+            if before != 0:
+                run_rows(g, before, tokens[index], index, scratch)
         num_done += stop - start
         start = take(phase, step)
     end(g, phase, num_done, num)
 
 
 @inlined
-def _write_head(g, head, layer, caches, part, token, scratch):  # type: ignore[no-untyped-def]
-    """Norm and rotate a query or key, and write it, or a value, where attention reads it.
-
-    Args:
-        g: the job.
-        head: number of the head; queries come first, then keys, then values.
-        layer: the layer's numbers.
-        caches: the layer's addresses in the KV cache (CACHES).
-        part: the token's part, and the token's number within it.
-        token: the token's number among all parts.
-        scratch: the thread's scratch memory.
-    """
-    num_heads, num_key_heads = layer[w.NUM_HEADS], layer[w.NUM_KEY_HEADS]
-    of_key = layer[w.HEAD_SIZE]
-    row = g[w.MIXED] + 4 * layer[w.MIXED_SIZE] * token
-    is_query, is_value = head < num_heads, head >= num_heads + num_key_heads
-    number = head if is_query else (head - num_heads) % num_key_heads
-    num_groups = layer[w.NUM_GROUPS]
-    group, within = divmod(number, (num_heads if is_query else num_key_heads) // num_groups)
-    first = layer[w.FIRST_QUERY if is_query else w.FIRST_VALUE if is_value else w.FIRST_KEY]
-    first += group * (num_heads + 2 * num_key_heads) // num_groups
-    within *= layer[w.QUERY_STEP] if is_query else 1
-    size = layer[w.RESULT_SIZE] if is_value else of_key
-    given, out = _row(row + 4 * (first * of_key + within * size), size), _row(scratch, size)
-    norm = w.QUERY_NORM if is_query else w.VALUE_NORM if is_value else w.KEY_NORM
-    of = layer[norm : norm + w.NORM_SIZE]
-    flags = of[w.FLAGS]
-    if flags & w.IS_WHOLE:
-        num = num_heads if is_query else num_key_heads
-        whole = _row(row + 4 * first * size, num * size)
-        normed = _row(scratch + 4 * size, num * size)
-        _normalize(whole, of, normed)
-        _copy(normed[number * size : (number + 1) * size], out)
-    elif flags & w.IS_NORM and not flags & w.AFTER_TURN:
-        _normalize(given, of, out)
-    else:
-        _copy(given, out)
-    num_turned = 0 if is_value else layer[w.TURNED]
-    if num_turned > 0:
-        _turn(
-            out,
-            _row(layer[w.COS] + 4 * num_turned * token, num_turned),
-            _row(layer[w.SIN] + 4 * num_turned * token, num_turned),
-            _row(scratch + 4 * size, size),
-            _row(scratch + 8 * size, size),
-            layer[w.TURN],
-        )
-    if flags & w.AFTER_TURN:
-        turned = _row(scratch + 4 * size, size)
-        _copy(out, turned)
-        _normalize(turned, of, out)
-    if is_query:
-        if layer[w.SCALED] != 0:
-            factor = _row(g[w.FACTORS] + 4 * token, 1)[0]
-            for i in range(size):
-                out[i] = out[i] * factor
-        _copy(out, _row(g[w.QUERIES] + 4 * (num_heads * token + head) * size, size))
-    else:
-        factor = _number(layer, w.VALUE_FACTOR)
-        if is_value and factor != _F(1):
-            for i in range(size):
-                out[i] = out[i] * factor
-        cache = caches[part[0]]
-        first, step = (w.VALUES, w.VALUE_HEAD) if is_value else (w.KEYS, w.KEY_HEAD)
-        slot = cache[w.NUM_KEYS] - part[2] + part[1]
-        target = cache[first] + number * cache[step]
-        _copy(out, _row(target + 4 * slot * size, size))
-
-
-@inlined
 def _write_heads(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyped-def]
-    num_heads = layer[w.NUM_HEADS] + (0 if layer[w.READS] else 2 * layer[w.NUM_KEY_HEADS])
-    num = g[w.NUM_TOKENS] * num_heads
-    step = _share(num, g[w.NUM_THREADS], 1, num_heads)
-    start, num_done = take(phase, step), 0
-    while start < num:
-        stop, part = min(start + step, num), 0
-        for each in range(start, stop):
-            token = each // num_heads
-            while token >= parts[part, w.FIRST] + parts[part, w.NUM_NEW]:
-                part += 1
-            where = part, token - parts[part, w.FIRST], parts[part, w.NUM_NEW]
-            _write_head(g, each % num_heads, layer, caches, where, token, scratch)
-        num_done += stop - start
-        start = take(phase, step)
+    """Write a token's queries, and its keys and values into the cache."""
+    num, num_heads, part = g[w.NUM_TOKENS], layer[w.NUM_KEY_HEADS], 0
+    token, num_done = take(phase, 1), 0
+    while token < num:
+        run_rows(g, layer[w.HEADS], token, token, scratch)
+        while token >= parts[part, w.FIRST] + parts[part, w.NUM_NEW]:
+            part += 1
+        slot = caches[part, w.NUM_KEYS] - parts[part, w.NUM_NEW] + token - parts[part, w.FIRST]
+        made = g[w.QUERIES] + 4 * layer[w.QUERIES_SIZE] * token
+        made += 4 * layer[w.NUM_HEADS] * layer[w.HEAD_SIZE]
+        for kind in range(0 if layer[w.READS] else 2):
+            first, step = (w.VALUES, w.VALUE_HEAD) if kind else (w.KEYS, w.KEY_HEAD)
+            size = layer[w.RESULT_SIZE if kind else w.HEAD_SIZE]
+            for head in range(num_heads):
+                target = caches[part, first] + head * caches[part, step] + 4 * slot * size
+                _copy(_row(made, size), _row(target, size))
+                made += 4 * size
+        num_done += 1
+        token = take(phase, 1)
     end(g, phase, num_done, num)
 
 
@@ -773,8 +634,9 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
     scaling, softcap = _number(layer, w.SCALING), _number(layer, w.SOFTCAP)
     for row in range(num_rows):
         token, query = divmod(start + row, num_sharing)
-        index = (part[w.FIRST] + token) * layer[w.NUM_HEADS] + head * num_sharing + query
-        given = _row(g[w.QUERIES] + 4 * index * whole, whole)
+        index = layer[w.QUERIES_SIZE] * (part[w.FIRST] + token)
+        index += whole * (head * num_sharing + query)
+        given = _row(g[w.QUERIES] + 4 * index, whole)
         for i in range(whole):
             queries[row, i] = given[i] * scaling
         _fill(sums[row], _F(0))
@@ -803,10 +665,7 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
             of_row, token = scores[row], (start + row) // num_sharing
             if softcap != _F(0):
                 for i in range(BLOCK):
-                    of_row[i] = of_row[i] / softcap
-                _squash(of_row)
-                for i in range(BLOCK):
-                    of_row[i] = of_row[i] * softcap
+                    of_row[i] = _tanh(of_row[i] / softcap) * softcap
             until = num
             if mask != 0:
                 of_token = mask + token * part[w.MASK_ROW] + key
@@ -847,19 +706,18 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
         token, query = divmod(start + row, num_sharing)
         query += head * num_sharing
         if more > 0:  # the rest follows
-            index = (part[w.FIRST] + token) * layer[w.NUM_HEADS] + query
-            _copy(sums[row], _row(g[w.QUERIES] + 4 * index * whole, size))
+            index = layer[w.QUERIES_SIZE] * (part[w.FIRST] + token) + whole * query
+            _copy(sums[row], _row(g[w.QUERIES] + 4 * index, size))
             continue
         target = g[w.ATTENDED] + 4 * layer[w.ATTENDED_SIZE] * (part[w.FIRST] + token)
-        if layer[w.FIRST_GATE] >= 0:
-            first = size * (layer[w.FIRST_GATE] + layer[w.QUERY_STEP] * query)
-            index = layer[w.MIXED_SIZE] * (part[w.FIRST] + token) + first
-            gate = queries[row]
-            _copy(_row(g[w.MIXED] + 4 * index, size), gate)
-            _sigmoid(gate)
-            for i in range(size):
-                sums[row, i] = sums[row, i] * gate[i]
-        _copy(sums[row], _row(target + 4 * query * size, size))
+        target += 4 * query * size
+        if layer[w.GATED] == 0:
+            _copy(sums[row], _row(target, size))
+            continue
+        index = layer[w.MIXED_SIZE] * (part[w.FIRST] + token) + layer[w.FIRST_GATE]
+        gate = g[w.MIXED] + 4 * (index + layer[w.GATE_STEP] * query)
+        given, memory = (sums[row].ctypes.data, gate), scores.ctypes.data
+        _run_columns(g, layer[w.GATED], size, 0, given, target, memory)
 
 
 @inlined
@@ -1159,28 +1017,6 @@ def _add_biases(address, start, rows, num):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _multiply_gated(of, gate, up, wide):  # type: ignore[no-untyped-def]
-    """Bound and activate the gates of an expert, and multiply them by what goes up, in place."""
-    bound, alpha, added = _number(of, w.BOUND), _number(of, w.ALPHA), _number(of, w.ADDED_TO_UP)
-    for i in range(len(gate)):
-        gate[i] = bound if gate[i] > bound else gate[i]
-        up[i] = _within(up[i], bound)
-    if of[w.GATING] == w.SWISH:
-        for i in range(len(gate)):
-            wide[i] = gate[i] * alpha
-        _sigmoid(wide)
-        for i in range(len(gate)):
-            gate[i] = gate[i] * wide[i]
-    else:
-        _activate(gate, of[w.GATING], wide)
-    if added != _F(0):
-        for i in range(len(gate)):
-            up[i] = up[i] + added
-    for i in range(len(gate)):
-        gate[i] = gate[i] * up[i]
-
-
-@compiled
 def _inner_at_once(g, of, num_hit, num_rows):  # type: ignore[no-untyped-def]
     """Return the inner states in a piece of an expert that has so many rows."""
     most = _MOST_COLUMNS // 2
@@ -1234,7 +1070,10 @@ def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
                     for i in range(num):
                         gate[i], wide[i] = both[2 * i], both[2 * i + 1]
                     _copy(wide, up)
-                _multiply_gated(of, gate, up, wide)
+                given = numba.carray(pointer(memory), (4,), np.int64)
+                given[0], given[1], given[2] = num, gate.ctypes.data, up.ctypes.data
+                given[3] = gate.ctypes.data
+                call_with((of[w.GATING], memory))
                 _copy(gate, _row(g[w.OF_EXPERTS] + 4 * (inner * (first + row) + start), num))
             num_done += 1
             piece = take(phase, 1)
@@ -1362,20 +1201,11 @@ def run_forward(address: Any) -> None:
         ]  # without layers, only the head runs
         has_inputs = layer[w.INPUT_SIZE] > 0
         if step in (0, 5) or (step == 12 and has_inputs):
-            before, norm = layer, w.POST_ATTENTION
-            of = layer[w.PRE_MLP : w.PRE_MLP + w.NORM_SIZE]
-            if step == 12:
-                norm, of = w.POST_MLP, layer[w.NO_NORM : w.NO_NORM + w.NORM_SIZE]
+            at_end, before = 0, layer[w.BEFORE_MLP if step == 5 else w.BEFORE_INPUTS]
             if step == 0:
-                before, norm = layers[max(number - 1, 0)], -1
-                if number > 0:
-                    norm = w.POST_INPUTS if before[w.INPUT_SIZE] > 0 else w.POST_MLP
-                of = layer[w.PRE_ATTENTION : w.PRE_ATTENTION + w.NORM_SIZE]
-                if is_end:
-                    of = g[w.LAST_NORM : w.LAST_NORM + w.NORM_SIZE]
-            is_parallel = step == 5 and layer[w.IS_PARALLEL] != 0
-            tokens = kept if is_end else every
-            _run_states(g, phase, tokens, before, norm, of, is_parallel, scratch)
+                at_end = layers[max(number - 1, 0), w.AT_END] if number > 0 else 0
+                before = g[w.LAST_ROWS] if is_end else layer[w.BEFORE]
+            _run_states(g, phase, kept if is_end else every, at_end, before, scratch)
         elif step in (2, 3) or 8 <= step < 12:
             of_layer = layer[w.RUN_ATTENTION if step < 8 else w.RUN_EXPERTS]
             if of_layer != 0:
@@ -1415,8 +1245,6 @@ def run_forward(address: Any) -> None:
 
 def scratch_size(
     num_tokens: int,
-    hidden: int,
-    num_heads: int = 0,
     head_size: int = 0,
     between: int = 0,
     num_experts: int = 0,
@@ -1424,9 +1252,10 @@ def scratch_size(
     taps: int = 0,
     of_recurrence: int = 0,
     of_latents: int = 0,
+    of_rows: int = 0,
 ) -> int:
     """Return the bytes of scratch memory that each thread needs."""
-    of_rows = 2 * max(hidden, (num_heads + 1) * head_size)
+    of_rows += 2 * w.MOST_PLACES + 32
     of_attention = _MOST_ROWS * (BLOCK + 2 * head_size + 4)
     of_products = (num_tokens + 2) * _MOST_COLUMNS + between * (_MOST_COLUMNS + 1) + DEPTH
     of_products += STRIP + 16
@@ -1438,7 +1267,7 @@ def scratch_size(
         of_experts = 5 * (num_experts + 1) + 4 * num_choices + max(of_inner, of_results)
     of_convolution = 2 * (taps + 1) * _MOST_COLUMNS
     if of_latents > 0:
-        of_latents = (of_latents + 1) * (num_tokens + 1) + 2 * BLOCK + STRIP + 16
+        of_latents = (of_latents + 1) * (num_tokens + 1) + 2 * BLOCK + STRIP + 16 + of_rows
     of_mixing = max(of_attention, of_convolution, of_recurrence, of_latents)
     most = max(of_rows, of_products, of_experts, of_mixing)
     return -(-4 * most // 4096) * 4096

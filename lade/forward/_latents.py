@@ -17,15 +17,16 @@ from lade.forward._kernels import (
     _copy,
     _fill,
     _multiply,
-    _normalize,
     _row,
-    _turn,
     described,
     given_to_job,
+    given_to_rows,
+    run_rows,
 )
 from lade.forward._tiles import (
     FLOAT32,
     call_compiled,
+    call_with,
     compiled,
     inlined,
     job,
@@ -37,42 +38,32 @@ _F = np.float32
 
 
 @compiled
-def _turn_token(layer, row, token, scratch):  # type: ignore[no-untyped-def]
-    """Turn a key, or the end of a query, by the angles of its token."""
-    size = len(row)
-    cos = _row(layer[w.COS] + 4 * size * token, size)
-    sin = _row(layer[w.SIN] + 4 * size * token, size)
-    straight, turned = _row(scratch, size), _row(scratch + 4 * size, size)
-    _turn(row, cos, sin, straight, turned, layer[w.TURN])
+def _turn(g, of, rank, token, row, target, scratch):  # type: ignore[no-untyped-def]
+    """Write a key, or the end of a query, turned by the angles of its token.
+
+    The program takes the row of what makes latents, where a key is behind the latent.
+    """
+    turn = described(g, of[w.TURN])
+    given = given_to_rows(g, turn, token, token, scratch)
+    given[1 + of[w.TURNED_PLACE]], given[turn[w.NUM_PLACES]] = row - 4 * rank, target
+    call_with((turn[w.PROGRAM], given.ctypes.data))
 
 
 @inlined
 def _write_latents(g, phase, layer, of, parts, caches, scratch):  # type: ignore[no-untyped-def]
     """Write latents and keys into the cache, and what queries are made of."""
     num, rank, size = g[w.NUM_TOKENS], layer[w.HEAD_SIZE], of[w.TURNING]
-    num_inputs = layer[w.MIXED_SIZE] - rank - size  # of the product of queries, or all queries
     token, num_done, part = take(phase, 1), 0, 0
     while token < num:
         while token >= parts[part, w.FIRST] + parts[part, w.NUM_NEW]:
             part += 1
-        mixed = g[w.MIXED] + 4 * layer[w.MIXED_SIZE] * token
         slot = caches[part, w.NUM_KEYS] - parts[part, w.NUM_NEW] + token - parts[part, w.FIRST]
-        for is_query in range(2):
-            if is_query and of[w.SECOND_QUERY + w.WEIGHT] == 0:
-                continue
-            numbers = num_inputs if is_query else rank
-            given = _row(mixed if is_query else mixed + 4 * num_inputs, numbers)
-            norm = w.QUERY_NORM if is_query else w.KEY_NORM
-            target = caches[part, w.KEYS] + 4 * rank * slot
-            target = g[w.NORMED] + 4 * numbers * token if is_query else target
-            normed, of_norm = _row(target, numbers), layer[norm : norm + w.NORM_SIZE]
-            if of_norm[w.FLAGS] & w.IS_NORM:
-                _normalize(given, of_norm, normed)
-            else:
-                _copy(given, normed)
-        key = _row(mixed + 4 * (num_inputs + rank), size)
-        _turn_token(layer, key, token, scratch)
-        _copy(key, _row(caches[part, w.VALUES] + 4 * size * slot, size))
+        run_rows(g, layer[w.HEADS], token, token, scratch)
+        latent = _row(g[w.QUERIES] + 4 * layer[w.QUERIES_SIZE] * token, rank)
+        _copy(latent, _row(caches[part, w.KEYS] + 4 * rank * slot, rank))
+        mixed = g[w.MIXED] + 4 * layer[w.MIXED_SIZE] * (token + 1)
+        target = caches[part, w.VALUES] + 4 * size * slot
+        _turn(g, of, rank, token, mixed - 4 * size, target, scratch)
         num_done += 1
         token = take(phase, 1)
     wait_within(g, phase, num_done, num)
@@ -98,10 +89,9 @@ def _write_queries(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def
                 _copy(_row(mixed, size), _row(scratch + 4 * size * token, size))
         target = g[w.QUERIES] + 4 * (rank + turning) * head
         for token in range(num):
-            turned = _row(scratch + 4 * (size * token + straight), turning)
-            _turn_token(layer, turned, token, beside)
             _fill(_row(target + step * token, rank), _F(0))
-            _copy(turned, _row(target + step * token + 4 * rank, turning))
+            row = scratch + 4 * (size * token + straight)
+            _turn(g, of, rank, token, row, target + step * token + 4 * rank, beside)
         of_head = width * rank * (straight + of[w.EXPANDED]) * head
         weights = of[w.EXPAND + w.WEIGHT] + of_head, width * rank, rank
         x = scratch, 4 * size, num

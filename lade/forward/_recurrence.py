@@ -17,7 +17,7 @@ from lade.forward._kernels import (
     _convolve_slot,
     _copy,
     _fill,
-    _normalize,
+    _number,
     _row,
     _sigmoid,
     _silu,
@@ -154,6 +154,14 @@ def _give(g, layer, of, head, token, state, value, sums):  # type: ignore[no-unt
 
 
 @compiled
+def _normalize(row, weight, eps, out):  # type: ignore[no-untyped-def]
+    """Normalize a row by its mean square."""
+    factor = _F(1) / np.sqrt(_sum_of_squares(row, _F(0)) / _F(len(row)) + eps)
+    for i in range(len(row)):
+        out[i] = row[i] * factor * weight[i]
+
+
+@compiled
 def _write_results(g, layer, of, token, first, scratch):  # type: ignore[no-untyped-def]
     """Write a token's results of the heads that share a norm, from `first` on, as it gives them.
 
@@ -162,11 +170,9 @@ def _write_results(g, layer, of, token, first, scratch):  # type: ignore[no-unty
     size, num_heads = of[w.VALUE_SIZE], of[w.NUM_NORMED]
     num, mixed = size * num_heads, g[w.MIXED] + 4 * layer[w.MIXED_SIZE] * token
     results, gates = _row(scratch, num), _row(scratch + 4 * num, num)
-    norm = numba.carray(pointer(scratch + 8 * num), (w.NORM_SIZE,), np.int64)
+    weight = _row(of[w.NORM_WEIGHT], num if of[w.IS_DELTA] != 0 else size * first + num)
     start_of_token = layer[w.ATTENDED_SIZE] * token + first * size
     normed = _row(g[w.ATTENDED] + 4 * start_of_token, num)
-    for i in range(w.NORM_SIZE):
-        norm[i] = layer[w.QUERY_NORM + i]
     for head in range(num_heads):
         start, end = size * head, size * (head + 1)
         of_values = _row(mixed + 4 * _column(of, 2, first + head, size), size)
@@ -174,14 +180,13 @@ def _write_results(g, layer, of, token, first, scratch):  # type: ignore[no-unty
         _copy(_row(mixed + 4 * _column(of, 3, first + head, size), size), gates[start:end])
     _silu(gates)
     if of[w.IS_DELTA] != 0:
-        _normalize(results, norm, normed)
+        _normalize(results, weight, _number(of, w.EPS), normed)
         for i in range(num):
             normed[i] = normed[i] * gates[i]
     else:
         for i in range(num):
             results[i] = results[i] * gates[i]
-        norm[w.NORM_WEIGHT] += 4 * size * first
-        _normalize(results, norm, normed)
+        _normalize(results, weight[size * first :], _number(of, w.EPS), normed)
 
 
 @inlined

@@ -106,6 +106,15 @@ def call_compiled(builder: Any, of: Any) -> None:
 
 
 @instruction(types.void)
+def call_with(builder: Any, of: Any) -> None:
+    """Call a function that is compiled apart, given its address and that of its arguments."""
+    function, array = cgutils.unpack_tuple(builder, of)
+    kind = ir.FunctionType(ir.VoidType(), [_INT64.as_pointer()])
+    given = builder.inttoptr(array, _INT64.as_pointer())
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [given])
+
+
+@instruction(types.void)
 def _tile(builder: Any, of: Any) -> None:
     """Add the products of inputs and weights to a tile of the results.
 
@@ -274,7 +283,7 @@ def job(function: Callable[[Any], None]) -> Callable[[], Any]:
 def _compile(function: Callable[[Any], None]) -> Any:
     kind, options = types.void(types.voidptr), {"nogil": True, "error_model": "numpy"}
     try:
-        names = "_packed", "_experts", "_kernels", "_workers"
+        names = "_packed", "_experts", "_kernels", "_rows", "_workers"
         beside = [Path(__file__).with_name(f"{name}.py") for name in names]
         files: list[str | Path] = [__file__, words.__file__, *beside]
         others = b"".join(Path(file).read_bytes() for file in files)

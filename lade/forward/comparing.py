@@ -10,21 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lade.compat import closeness
-from lade.forward import words
 
 # Tokens of the forwards by lade's kernels that are compared: one, and all remainders of tiles.
 _HELD = (1, 3, 8, 31)
 #: A request to users whose kernels are wrong.
 REPORT = "please report this with your CPU and model"
 _FAULTY = 10  # times the limit: no model amplifies rounding so far
-
-ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
-    words.SILU: functional.silu,
-    words.GELU: functional.gelu,
-    words.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
-    words.RELU: functional.relu,
-    words.RELU_SQUARED: lambda x: functional.relu(x).square(),
-}
 
 
 class UnsupportedForwardError(Exception):

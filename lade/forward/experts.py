@@ -5,17 +5,18 @@ must choose the same experts for all of them, and compute the same of large stat
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import linear
 
 from lade.forward import words
 from lade.forward.comparing import (
-    ACTIVATIONS,
     UnsupportedForwardError,
     difference,
     is_near,
@@ -23,6 +24,7 @@ from lade.forward.comparing import (
     require,
     tolerance,
 )
+from lade.forward.operators import number
 
 # Made-up tokens that a router is asked about, and how much larger half of them are: so large that
 # a softmax of all scores loses what decides between the lower ones.
@@ -57,20 +59,48 @@ class RoutingPlan(NamedTuple):
     added: float = 0.0  # to the sum that divides them; of `_mixed`, how far apart scores may be
 
 
+#: Activations of gates, by what compiled code calls them.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_by_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+    "squared_relu": lambda x: functional.relu(x).square(),
+}
+SWISH = "swish"  # with a factor of the gate
+
+
 class GatingPlan(NamedTuple):
     """What experts make of the columns of gate and up."""
 
-    activation: int  # of the gate
-    alpha: float  # factor of the gate within `words.SWISH`
+    activation: str  # of the gate
+    alpha: float  # factor of the gate within SWISH
     bound: float  # of the gate from above, and of up on both sides
     added: float  # to up
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return inner states."""
         gate, up = gate.clamp(max=self.bound), up.clamp(-self.bound, self.bound)
-        if self.activation == words.SWISH:
+        if self.activation == SWISH:
             return gate * torch.sigmoid(gate * self.alpha) * (up + self.added)
         return ACTIVATIONS[self.activation](gate) * (up + self.added)
+
+    @property
+    def text(self) -> str:
+        """The same as source of a program of columns."""
+        gate, up = "a0[i]", "a1[i]"
+        if self.bound < math.inf:
+            bound = number(self.bound)
+            gate, up = f"at_most({gate}, {bound})", f"at_least(at_most({up}, {bound}), -{bound})"
+        ways = {
+            "relu": f"at_least({gate}, F(0))",
+            "squared_relu": f"square(at_least({gate}, F(0)))",
+        }
+        ways[SWISH] = f"{gate} * sigmoid({gate} * {number(self.alpha)})"
+        made = ways.get(self.activation, f"{self.activation}({gate})")
+        added = f"({up} + {number(self.added)})" if self.added else up
+        head = "def program(num, a0, a1, out):\n    for i in range(num):\n"
+        return f"{head}        out[i] = {made} * {added}\n"
 
 
 class ExpertsPlan(NamedTuple):
@@ -207,7 +237,7 @@ def _gating(stack: _Stack, call: Any, routed: Routed) -> tuple[int, GatingPlan]:
     module, expert, shares = stack.module, int(routed.chosen[0, 0]), routed.shares
     numbers = sorted({each for each in vars(module).values() if type(each) is float and each > 0})
     activations = [(which, 1.0) for which in ACTIVATIONS]
-    activations += [(words.SWISH, each) for each in numbers if each != 1.0]  # that is SiLU
+    activations += [(SWISH, each) for each in numbers if each != 1.0]  # that is SiLU
     noise = torch.Generator().manual_seed(0)
     rows = _drawn((_FEW_ASKED, routed.states.shape[1]), noise)
     usual = float(stack.product(rows, 0, expert).std())

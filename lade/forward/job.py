@@ -8,6 +8,7 @@ compared with the model's own forward pass, in their results and their time. All
 float32, whatever weights are stored in. Figures are in docs/internals/forward.md.
 """
 
+import ctypes
 import functools
 import math
 import weakref
@@ -33,8 +34,8 @@ from lade.compat.attempts import Attempt
 from lade.compat.closeness import limit_of
 from lade.compat.view import viewed, with_forward
 from lade.forward import words
+from lade.forward._rows import address_of
 from lade.forward.comparing import (
-    ACTIVATIONS,
     Forward,
     UnsupportedForwardError,
     require,
@@ -46,22 +47,23 @@ from lade.forward.packed import PackedConv1D, PackedLinear, PackedStack, functio
 from lade.forward.reading import (
     AdditionPlan,
     CallPlan,
+    ColumnsPlan,
+    Constant,
     DecoderPlan,
     DecoderSizes,
-    HeadOrder,
     InputsPlan,
     LatentsPlan,
     LayerPlan,
-    NormPlan,
+    RowsPlan,
     TransformPlan,
     adapters_of,
-    arranged,
     given_to,
     is_alike,
     products_of,
     read,
 )
 from lade.forward.recurrence import RecurrencePlan, added_by
+from lade.forward.watching import tensors_of
 from lade.forward.workers import Run, most_threads
 from lade.machine.threads import alone
 from lade.targets.inputs import LOGITS_KEPT
@@ -131,9 +133,9 @@ class _Piece(NamedTuple):
     layers: tuple[int, int]  # the first one, and the one behind the last
     kept: NDArray[np.int64]  # the ones of them whose logits are wanted
     job: NDArray[np.int64]  # the job's array (`words.py`)
-    angles: NDArray[np.int64]  # [rotary modules, 2], addresses of cosines and sines
+    angles: NDArray[np.int64]  # addresses of what modules give of positions, such as angles
     inputs: list[int]  # addresses of what each layer gets besides states
-    refers_to: tuple[NDArray[np.int64], ...]  # arrays whose addresses the job has
+    refers_to: tuple[Any, ...]  # arrays whose addresses the job has
 
 
 class FusedForwards:
@@ -330,7 +332,7 @@ class FusedForwards:
             if transform is not None:
                 last = wide[torch.from_numpy(request.kept)][None]
                 logits = self._by_head(transform(last, self._product))
-            logits = sizes.finish(logits)
+            logits = self._weights.finish(logits)
         for part in request.parts:
             part.cache.count(part.num)
         return logits
@@ -370,13 +372,13 @@ class FusedForwards:
         return self._products.product(states, linear.weight, linear.bias)
 
     def _pieces(
-        self, request: _JobRequest, angles: Sequence[tuple[Tensor, ...]], inputs: Tensor | None
+        self, request: _JobRequest, angles: Sequence[Tensor], inputs: Tensor | None
     ) -> list[_Piece] | None:
         """Describe the tokens that one job runs; None if no job can.
 
         Args:
             request: the forward.
-            angles: cosines and sines, float32 [1, num_tokens, …], of each rotary module.
+            angles: what modules give of positions, float32 [num_tokens, …].
             inputs: what layers get besides states, float32 [num_layers, num_tokens, size], if any.
         """
         sizes, num, all_caches = self._sizes, request.input_ids.shape[1], self._caches(request)
@@ -392,7 +394,8 @@ class FusedForwards:
         for (start, size), layers in zip(spans, ends, strict=True):
             caches = all_caches.copy()
             caches[..., words.NUM_KEYS] -= num - start - size
-            at = np.array([[each[:, start:].data_ptr() for each in pair] for pair in angles])
+            at = np.array([each[start:].data_ptr() for each in angles], np.int64)
+            positions = request.positions[0, start:]
             parts = np.array(
                 [
                     (part.first, min(part.num, size), *_place_of(part.masks[kind], start))
@@ -407,12 +410,12 @@ class FusedForwards:
             job[words.PARTS], job[words.NUM_PARTS] = parts.ctypes.data, len(request.parts)
             job[words.CACHES] = caches.ctypes.data
             job[words.BETWEEN_SIZE] = sizes.between
-            job[words.FACTORS] = at[-1, 0] if sizes.factors is not None else 0
+            job[words.POSITIONS] = positions.data_ptr()
             job[words.SCORES_SIZE] = sizes.num_experts + 1
             inside = request.kept[(request.kept >= start) & (request.kept < start + size)]
             inside = inside[: len(inside) if layers[1] == sizes.num_layers else 0]
             of_layers = [] if inputs is None else [each[start:].data_ptr() for each in inputs]
-            made = job, at, of_layers, (parts, caches)
+            made = job, at, of_layers, (parts, caches, positions)
             pieces.append(_Piece(start, size, layers, inside - start, *made))
         return pieces
 
@@ -436,12 +439,12 @@ class FusedForwards:
         job, num, (first, end) = piece.job.copy(), piece.num, layers
         turning = self._weights.turning
         if len(turning):
-            table[turning[:, 0], words.COS : words.SIN + 1] = piece.angles[turning[:, 1]]
+            table.reshape(-1)[turning[:, 0]] = piece.angles[turning[:, 1]]
         if piece.inputs:
             table[: self._sizes.num_layers, words.INPUTS] = piece.inputs
         job[words.ADDITIONS] = table[self._sizes.num_layers + 1 :].ctypes.data
         last = table[self._sizes.num_layers]
-        job[words.LAST_NORM :] = last[: words.NORM_SIZE + words.PRODUCT_SIZE]
+        job[words.LAST_ROWS :] = last[: 1 + words.PRODUCT_SIZE]
         job[words.STATES] = states.data_ptr() + 4 * self._sizes.hidden * piece.start
         job[words.NUM_LAYERS] = end - first
         job[words.LAYERS] = table.ctypes.data + 8 * words.LAYER_SIZE * first
@@ -450,7 +453,7 @@ class FusedForwards:
         workspace = self._workspace(num, num_threads)
         workspace.describe(job)
         if logits is None:
-            job[words.LAST_NORM :] = job[words.VOCAB_SIZE] = 0
+            job[words.LAST_ROWS :] = job[words.VOCAB_SIZE] = 0
             job[words.KEPT], job[words.NUM_KEPT] = job[words.EVERY], num
         else:
             job[words.KEPT], job[words.NUM_KEPT] = piece.kept.ctypes.data, len(piece.kept)
@@ -474,22 +477,18 @@ class FusedForwards:
                     return None
         return caches
 
-    def _angles(self, states: Tensor, request: _JobRequest) -> list[tuple[Tensor, ...]]:
-        """Let the model make its angles: cosines and sines, float32 [1, num_tokens, …].
-
-        If queries have factors, these come last, twice.
-        """
+    def _angles(self, states: Tensor, request: _JobRequest) -> list[Tensor]:
+        """Let the model make its angles, and what else it makes of positions alone."""
         positions, model = request.positions, request.model
         assert model is not None
         given = {words.STATES_GIVEN: states, words.POSITIONS_GIVEN: positions}
         given[words.AXES_GIVEN] = positions.expand(3, -1, -1)
         made = []
-        for name, plan, how in self._weights.rotaries:
+        for name, plan in self._weights.rotaries:
             args, kwargs = given_to(plan, given)
-            angles = arranged(model.get_submodule(name)(*args, **kwargs), how)
-            made.append(tuple(each.float().contiguous() for each in angles))
-        if self._sizes.factors is not None:
-            made.append((self._sizes.factors(positions).float(),) * 2)
+            for each in tensors_of(model.get_submodule(name)(*args, **kwargs)):
+                real = torch.view_as_real(each) if each.is_complex() else each
+                made.append(real.float().reshape(positions.shape[1], -1).contiguous())
         return made
 
     def _workspace(self, num_tokens: int, num_threads: int) -> "_Workspace":
@@ -658,27 +657,104 @@ def _giving_inputs(plan: InputsPlan, num_layers: int) -> Callable[..., Tensor]:
 
     torch's products of several tokens depend on how many they are, so its own are not used.
     """
-    linear, norm, look = _reference(plan.product), _reference(plan.norm), _calling(plan.embedding)
+    linear, looks, rows = _reference(plan.product), [*map(_calling, plan.calls)], _Rows(plan.rows)
 
     def give(tokens: Tensor, states: Tensor, product: Callable[[Tensor, Any], Tensor]) -> Tensor:
-        shape = *tokens.shape, num_layers, -1
-        made = norm()((product(states, linear()) * plan.times).view(shape))
-        whole: Tensor = (made + look({words.TOKENS_GIVEN: tokens}).view(shape)) * plan.scale
-        return whole[0].transpose(0, 1).contiguous()
+        looked = [look({words.TOKENS_GIVEN: tokens})[0] for look in looks]
+        whole = rows([*looked, product(states, linear())[0]])
+        return whole.view(len(whole), num_layers, -1).transpose(0, 1).contiguous()
 
     return give
 
 
 def _transforming(plan: TransformPlan) -> Callable[[Tensor, Callable[[Tensor, Any], Tensor]], Any]:
     """Return a function that transforms states by a plan, whose modules are weakly referenced."""
-    first, linear, last = map(_reference, (plan.first, plan.linear, plan.last))
-    activation, has_first = ACTIVATIONS[plan.activation], plan.first is not None
+    linear = _reference(plan.linear)
+    before, after = (each and _Rows(each) for each in (plan.before, plan.after))
 
     def transform(states: Tensor, product: Callable[[Tensor, Any], Tensor]) -> Any:
-        given = first()(states) if has_first else states
-        return last()(activation(product(given, linear())))
+        given = before([states[0]])[None] if before else states
+        made = product(given, linear())
+        return after([made[0]])[None] if after else made
 
     return transform
+
+
+class _Rows:
+    """A program that Python runs for some tokens."""
+
+    def __init__(self, plan: RowsPlan) -> None:
+        self._num_scratch, self._num_inputs = plan.num_scratch, plan.num_inputs
+        self._places = [(place.first, size) for place, size in plan.places]
+        self._constants = [(weakref.ref(each.module), each.name) for each in plan.constants]
+        self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_program_of(plan))
+
+    def __call__(self, given: Sequence[Tensor]) -> Tensor:
+        """Return results, float32 [num_tokens, numbers], of inputs [num_tokens, …]."""
+        num, given = len(given[0]), [each.flatten(1).float().contiguous() for each in given]
+        scratch = given[0].new_empty(self._num_scratch + 16)
+        inputs, ends = self._places[: self._num_inputs], self._places[self._num_inputs :]
+        out = given[0].new_empty((num, max(first + size for first, size in ends)))
+        constants = [_held(module(), name) for module, name in self._constants]
+        if not all(is_plain(each, torch.float32) for each in constants):
+            raise ValueError("weights are no plain matrices any more")
+        places = [(scratch.data_ptr(), 0)]
+        places += [(given[which].data_ptr(), 4 * given[which].shape[1]) for which, _ in inputs]
+        places += [(each.data_ptr(), 0) for each in constants]
+        places += [(out.data_ptr() + 4 * first, 4 * out.shape[1]) for first, _ in ends]
+        bases, steps = np.array(places, np.int64).T
+        rows = np.ascontiguousarray(bases + steps * np.arange(num)[:, None])
+        for token in range(num):
+            self._run(rows[token].ctypes.data)
+        return out
+
+
+def _finishing(plan: ColumnsPlan | None) -> Callable[[Tensor], Tensor]:
+    """Return a function from the head's results to logits, in their place."""
+    if plan is None:
+        return lambda logits: logits
+    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_columns_of(plan))
+    constants = [(weakref.ref(each.module), each.name, first) for each, first, _ in plan.constants]
+
+    def finish(logits: Tensor) -> Tensor:
+        held = [_held(module(), name) for module, name, _ in constants]
+        pairs = zip(held, constants, strict=True)
+        addresses = [each.data_ptr() + 4 * first for each, (*_, first) in pairs]
+        logits = logits.contiguous()
+        start = logits.data_ptr()
+        given = np.array([logits.numel(), start, *addresses, start], np.int64)
+        run(given.ctypes.data)
+        return logits
+
+    return finish
+
+
+def _held(module: Any, name: str) -> Tensor:
+    kind = "_buffers" if name in module._buffers else "_parameters"
+    found: Tensor = vars(module)[kind][name]
+    return found
+
+
+def _program_of(plan: RowsPlan) -> int:
+    """Return the address of a program, compiled; it takes scratch memory, and all places."""
+    given = [f"row(given[0], {plan.num_scratch})"]
+    sizes = [size for _, size in plan.places]
+    sizes[plan.num_inputs : plan.num_inputs] = plan.sizes
+    require(len(sizes) <= words.MOST_PLACES, "a program of rows takes too much")
+    kinds = ["integers" if place.word == words.POSITIONS else "row" for place, _ in plan.places]
+    kinds[plan.num_inputs : plan.num_inputs] = ["row"] * len(plan.sizes)
+    pairs = enumerate(zip(kinds, sizes, strict=True), 1)
+    given += [f"{kind}(given[{number}], {size})" for number, (kind, size) in pairs]
+    return address_of(plan.text, given, plan.tables)
+
+
+def _columns_of(plan: ColumnsPlan) -> int:
+    """Return the address of what is compiled for columns."""
+    given = [f"row(given[{1 + number}], given[0])" for number in range(plan.num_inputs)]
+    for number, (*_, step) in enumerate(plan.constants, 1 + plan.num_inputs):
+        given.append(f"row(given[{number}], {'given[0]' if step else 1})")
+    given.append(f"row(given[{1 + plan.num_inputs + len(plan.constants)}], given[0])")
+    return address_of(plan.text, ["given[0]", *given])
 
 
 def _reference(module: nn.Module | None) -> Callable[[], Any]:
@@ -694,9 +770,11 @@ class _Weights:
             for tokens, states and a function for products; None if they get nothing.
         transform: turns the last states into the head's input, given a function for products; None
             if there is only a norm between them, or nothing.
+        finish: turns the head's results into logits, in their place.
         of_kind: numbers of the layers that have each kind of mask.
-        rotaries: names of the modules that make angles, what they get, and the angles' arrangement.
-        turning: int64 [layers with angles, 2], numbers of the layer and of its rotary module.
+        rotaries: names of the modules that make angles, and what they get.
+        turning: int64 [addresses of angles, 2], where each is in the table, and its number among
+            all results of rotaries.
     """
 
     def __init__(
@@ -706,21 +784,22 @@ class _Weights:
         compiled: Any,
         names: Mapping[nn.Module, str],
     ) -> None:
-        end = len(plan.layers)
-        calls, self._scale, first_norm, replaced = plan.embedding
+        self._end, self._all_names, sizes = len(plan.layers), names, plan.sizes
+        calls, rows, replaced = plan.embedding
         ids = torch.tensor(replaced, dtype=torch.int64, device="cpu") if replaced else None
         self._replaced = None if ids is None else ids.unbind(1)
         self._lookups = [*map(_calling, calls)]
-        self._first_norm = _reference(first_norm)
-        self.make_inputs = None if plan.inputs is None else _giving_inputs(plan.inputs, end)
+        self._embed = None if rows is None else _Rows(rows)
+        self.make_inputs = None if plan.inputs is None else _giving_inputs(plan.inputs, self._end)
         self.head: Callable[[], Any] = weakref.ref(plan.head)
         self.transform = None if plan.transform is None else _transforming(plan.transform)
-        # Rows behind the layers': last norm and head, then additions, then experts, recurrences and
-        # latents.
-        of_more = 1 + sum(len(each.added) for each in products_of(plan))
-        of_layers = [(layer.experts, layer.recurrence, layer.latents) for layer in plan.layers]
-        num_rows = end + of_more + sum(each is not None for those in of_layers for each in those)
-        self._table = np.zeros((num_rows, words.LAYER_SIZE), np.int64)
+        self.finish = _finishing(plan.finish)
+        # Rows behind the layers': last program and head, then additions, then what describes
+        # programs, experts, recurrences and latents.
+        num_added = sum(len(each.added) for each in products_of(plan))
+        self._rows = [
+            np.zeros(words.LAYER_SIZE, np.int64) for _ in range(self._end + 1 + num_added)
+        ]
         indices = [kinds.index(kind) for kind in plan.kinds]
         self.of_kind = [np.flatnonzero(np.array(indices) == kind) for kind in range(len(kinds))]
         # Parameters by module and name, with the number of their word and an offset in bytes. The
@@ -728,54 +807,51 @@ class _Weights:
         self._slots: list[tuple[Any, ...]] = []
         self._absent: list[tuple[int, Callable[[], Any], str]] = []  # parameters that are None
         bounds = [0]  # index of the first parameter of each layer, and of the parts behind
-        self.rotaries: list[tuple[str, CallPlan, int]] = []
-        turning: list[tuple[int, int]] = []
-        known: dict[tuple[int, int], int] = {}
-        num_added, ends = 0, range(words.INNER_SIZE)
+        self.rotaries: list[tuple[str, CallPlan]] = []
+        self._turning: list[tuple[int, int, int]] = []
+        num_added = 0
         for number, layer in enumerate(plan.layers):
-            row, between, rotary = self._table[number], 0, layer.rotary
-            if rotary is not None:
-                which = known.setdefault((id(rotary), layer.arrangement), len(known))
-                if which == len(self.rotaries):
-                    given = names[rotary.module], rotary._replace(module=None)
-                    self.rotaries.append((*given, layer.arrangement))
-                turning.append((number, which))
-            for word, norm in zip(ends[: words.QUERY : words.NORM_SIZE], layer.norms, strict=True):
-                self._add_norm(number, word, norm)
-            words_of = ends[words.QUERY :: words.PRODUCT_SIZE]
-            for word, product in zip(words_of, layer.products, strict=True):
+            row, between = self._rows[number], 0
+            steps = _steps_of(layer, sizes)
+            for index, rows in enumerate(layer.rows):
+                row[words.BEFORE + index] = self._add_rows(rows, steps)
+            row[words.INNER_COLUMNS] = self._add_columns(layer.inner)
+            row[words.INPUT_COLUMNS] = self._add_columns(layer.of_inputs)
+            if layer.gate is not None:
+                row[words.GATED] = self._add_columns(layer.gate.columns)
+                row[words.FIRST_GATE], row[words.GATE_STEP] = layer.gate[1:]
+            for index, product in enumerate(layer.products):
+                word = words.PRODUCT_SIZE * index
                 row[word + words.FIRST_ADDED] = num_added
                 if product is not None:
                     row[word + words.NUM_COLUMNS] = product.num
                     self._add_matrix(number, word, product.module, product.first)
                     for added in product.added:
-                        self._add_addition(end + 1 + num_added, added, product.first, between)
+                        of_added = self._end + 1 + num_added
+                        self._add_addition(of_added, added, product.first, between)
                         between += added.first.out_features
                         num_added += 1
                 row[word + words.END_ADDED] = num_added
             if layer.experts is not None:
-                self._add_experts(end + of_more, layer.experts)
-                row[words.EXPERTS], of_more = of_more, of_more + 1
+                row[words.EXPERTS] = self._add_row()
+                self._add_experts(len(self._rows) - 1, layer.experts)
             if layer.recurrence is not None:
-                self._add_recurrence(end + of_more, layer.recurrence)
-                row[words.RECURRENCE], of_more = of_more, of_more + 1
+                row[words.RECURRENCE] = self._add_row()
+                self._add_recurrence(len(self._rows) - 1, layer.recurrence)
             if layer.latents is not None:
-                self._add_latents(end + of_more, layer.latents, compiled)
-                row[words.LATENT], of_more = of_more, of_more + 1
+                turn = self._add_rows(layer.latents.turn, steps)
+                row[words.LATENT] = self._add_row()
+                self._add_latents(len(self._rows) - 1, layer.latents, compiled)
+                self._rows[-1][words.TURN] = turn
+                self._rows[-1][words.TURNED_PLACE] = layer.latents.of_row
             if layer.heads is not None:
-                *sizes, times = layer.heads
-                row[words.NUM_HEADS : words.LATENT] = *sizes, _bits(times)
+                row[words.NUM_HEADS : words.QUERIES_SIZE] = layer.heads
+                row[words.QUERIES_SIZE] = layer.row_of_queries
             row[words.RUN_ATTENTION : words.NUM_HEADS] = _jobs_of(layer, compiled)
-            row[words.INNER_SIZE], row[words.INPUT_SIZE] = layer.inner, layer.of_inputs
-            row[words.READS] = layer.keys_of is not None
-            if layer.scalar is not None:
-                self._add(number, words.SCALAR, plan.modules[number], layer.scalar)
-            row[words.ACTIVATION], row[words.TURN] = layer.activation, layer.turn
-            row[words.TURNED], row[words.SEES] = layer.num_turned, indices[number]
-            row[words.SCALING] = _bits(layer.scaling)
-            row[words.SOFTCAP], row[words.FACTOR] = _bits(layer.softcap), _bits(layer.factor)
-            row[words.IS_PARALLEL], row[words.SCALED] = layer.is_parallel, layer.is_scaled
-            row[words.NUM_GROUPS : words.MIXED_SIZE] = _flat(layer.order)
+            row[words.INNER_SIZE], row[words.INPUT_SIZE] = layer.num_inner, layer.num_of_inputs
+            row[words.READS], row[words.SEES] = layer.keys_of is not None, indices[number]
+            row[words.SCALING], row[words.SOFTCAP] = _bits(layer.scaling), _bits(layer.softcap)
+            row[words.FIRST_QUERY : words.GATED] = layer.order
             row[words.MIXED_SIZE], row[words.ATTENDED_SIZE] = layer.mixed, layer.attended
             if layer.convolution is not None:
                 row[words.TAPS] = layer.convolution.kernel_size[0]
@@ -784,23 +860,77 @@ class _Weights:
             if layer.sinks is not None:
                 self._add(number, words.SINKS, layer.sinks, "sinks")
             bounds.append(len(self._slots))
-        self._add_norm(end, 0, plan.norm)
-        self._table[end, words.NORM_SIZE + words.NUM_COLUMNS] = plan.head.out_features
-        self._add_matrix(end, words.NORM_SIZE, plan.head)
-        self.turning = np.array(turning, np.int64).reshape(-1, 2)
+        last = self._rows[self._end]
+        last[0] = self._add_rows(plan.last, _steps_of(plan.layers[0], sizes))
+        last[1 + words.NUM_COLUMNS] = plan.head.out_features
+        self._add_matrix(self._end, 1, plan.head)
+        self._table = np.stack(self._rows)
+        first_of, num = dict[int, int](), 0
+        for which in range(len(self.rotaries)):
+            first_of[which] = num
+            num += max(part for _, of, part in self._turning if of == which) + 1
+        self.turning = np.array(
+            [(place, first_of[which] + part) for place, which, part in self._turning], np.int64
+        ).reshape(-1, 2)
         slots = zip(*self._slots, strict=True)
         self._modules, self._kinds, self._names, index, starts, self._known = slots
         self._index, self._starts, self._bounds = np.array(index), np.array(starts), bounds
 
-    def _add_norm(self, number: int, word: int, norm: NormPlan | None) -> None:
-        if norm is not None:
-            self._table[number, word + words.FLAGS] = norm.flags
-            self._table[number, word + words.EPS] = _bits(norm.eps)
-            self._add(number, word + words.NORM_WEIGHT, norm.module, "weight")
-            self._add(number, word + words.NORM_BIAS, norm.module, "bias")
+    def _add_row(self) -> int:
+        """Add a row to the table; return its number among those behind the layers, from 1 on."""
+        self._rows.append(np.zeros(words.LAYER_SIZE, np.int64))
+        return len(self._rows) - 1 - self._end
+
+    def _add_rows(self, plan: RowsPlan | None, steps: Mapping[int, int]) -> int:
+        """Add the row that describes a program; return its number, 0 for none."""
+        if plan is None:
+            return 0
+        number, places = self._add_row(), [*plan.places]
+        row, index = self._rows[-1], len(self._rows) - 1
+        row[words.PROGRAM] = _program_of(plan)
+        constants = [(each, 0) for each in plan.constants]
+        whole: list[Any] = [*places[: plan.num_inputs], *constants, *places[plan.num_inputs :]]
+        row[words.NUM_PLACES] = len(whole)
+        for each, (place, size) in enumerate(whole):
+            word = words.PLACES + 3 * each
+            if isinstance(place, Constant):
+                row[word] = words.NOTHING
+                self._add(index, word + 1, place.module, place.name)
+                continue
+            step = steps.get(place.word, 4 * size)
+            row[word : word + 3] = place.word, 4 * place.first, step
+            if place.made is not None:
+                row[word + 1] = 0
+                at = index * words.LAYER_SIZE + word + 1
+                self._turning.append((at, self._rotary(place.made), place.first))
+        for module in dict.fromkeys(each.module for each in plan.constants):
+            for name, each in module._parameters.items():
+                if each is None:
+                    self._absent.append((len(self._slots), weakref.ref(module), name))
+        return number
+
+    def _rotary(self, plan: CallPlan) -> int:
+        """Return the number of a call that makes angles."""
+        made = self._all_names[plan.module], plan._replace(module=None)
+        if made not in self.rotaries:
+            self.rotaries.append(made)
+        return self.rotaries.index(made)
+
+    def _add_columns(self, plan: ColumnsPlan | None) -> int:
+        """Add the row that describes what becomes of columns; return its number, 0 for none."""
+        if plan is None:
+            return 0
+        number, row, index = self._add_row(), self._rows[-1], len(self._rows) - 1
+        row[words.PROGRAM], row[words.NUM_INPUTS] = _columns_of(plan), plan.num_inputs
+        row[words.NUM_CONSTANTS] = len(plan.constants)
+        for each, (constant, first, step) in enumerate(plan.constants):
+            word = words.CONSTANTS + 2 * each
+            self._add(index, word, constant.module, constant.name, start=4 * first)
+            row[word + 1] = 4 * step
+        return number
 
     def _add_addition(self, number: int, added: AdditionPlan, column: int, start: int) -> None:
-        row = self._table[number]
+        row = self._rows[number]
         require(type(added.second) is nn.Linear, "what is added to a product is packed")
         self._add_matrix(number, 0, added.first)
         self._add_matrix(number, words.SECOND, added.second, column)
@@ -808,7 +938,7 @@ class _Weights:
         row[words.TIMES] = _bits(added.times)
 
     def _add_experts(self, number: int, plan: ExpertsPlan) -> None:
-        row, routing = self._table[number], plan.routing
+        row, routing = self._rows[number], plan.routing
         row[words.ROUTER + words.NUM_COLUMNS] = len(plan.router.weight)
         if isinstance(plan.router, nn.Linear):
             self._add_matrix(number, words.ROUTER, plan.router)
@@ -825,8 +955,8 @@ class _Weights:
         row[words.EXPERT_INNER] = plan.inner
         if plan.correction is not None:
             self._add(number, words.CORRECTION, *plan.correction)
-        row[words.LIES], row[words.GATING] = plan.lies, plan.gating.activation
-        row[words.ALPHA : words.ADDED_TO_UP + 1] = [*map(_bits, plan.gating[1:])]
+        row[words.LIES] = plan.lies
+        row[words.GATING] = _columns_of(ColumnsPlan(plan.gating.text, 2, ()))
         held = vars(plan.module)
         if type(held.get(STACKS[0])) is PackedStack:
             self._add_packed_experts(number, plan, [held[name] for name in STACKS[:2]])
@@ -838,7 +968,7 @@ class _Weights:
     def _add_packed_experts(
         self, number: int, plan: ExpertsPlan, stacks: list[PackedStack]
     ) -> None:
-        row, module = self._table[number], plan.module
+        row, module = self._rows[number], plan.module
         of_parts = words.EXPERT_GATE_UP, words.EXPERT_UP, words.EXPERT_DOWN
         if stacks[0].is_one:  # as the model stores it, in 16 bits
             for word, index, name, stack in zip(
@@ -873,16 +1003,18 @@ class _Weights:
         row[words.GATE_ROW + index] = part.shape[2]
 
     def _add_recurrence(self, number: int, plan: RecurrencePlan) -> None:
-        row = self._table[number]
+        row = self._rows[number]
         row[words.KEY_HEADS : words.COLUMNS] = plan.heads
         row[words.COLUMNS : words.CHANNELS] = *plan.columns, *plan.steps
         row[words.CHANNELS : words.NUM_NORMED] = plan.channels
         row[words.NUM_NORMED], row[words.IS_DELTA] = plan.num_normed, plan.is_delta
+        row[words.EPS] = _bits(plan.eps)
+        self._add(number, words.NORM_WEIGHT, plan.norm, "weight")
         for word, name in enumerate(plan.names, words.DECAY_BIASES):
             self._add(number, word, plan.module, name)
 
     def _add_latents(self, number: int, plan: LatentsPlan, compiled: Any) -> None:
-        row, products = self._table[number], {words.EXPAND: plan.expand}
+        row, products = self._rows[number], {words.EXPAND: plan.expand}
         if plan.query is not None:
             products[words.SECOND_QUERY] = plan.query
         for word, product in products.items():
@@ -891,7 +1023,7 @@ class _Weights:
         expand: Any = plan.expand.module.weight
         require(expand.dtype in FORMATS, "what latents are expanded by is in blocks")
         row[words.OF_EXPAND] = FORMATS[expand.dtype]
-        row[words.STRAIGHT : words.ATTEND] = plan[2:]
+        row[words.STRAIGHT : words.ATTEND] = plan[2:5]
         row[words.ATTEND] = compiled.run_attention().address
 
     def _add_matrix(self, number: int, word: int, module: Any, column: int = 0) -> None:
@@ -903,14 +1035,14 @@ class _Weights:
                 function is not None and not (column and half), "its weights are packed otherwise"
             )
             packed = function.address, of_row, half  # type: ignore[union-attr]
-            self._table[number, word + words.PACKED : word + words.HALF + 1] = packed
+            self._rows[number][word + words.PACKED : word + words.HALF + 1] = packed
             start, dtype = column * of_row, module.weight.dtype
         elif isinstance(module, Conv1D):
             packed_as = type(module) is PackedConv1D
             dtype = module.weight.dtype if packed_as else torch.float32
             require(dtype in FORMATS, "its weights are packed otherwise")
-            self._table[number, word + words.ACROSS] = module.nf * dtype.itemsize
-            self._table[number, word + words.ROW_BYTES] = FORMATS[dtype]
+            self._rows[number][word + words.ACROSS] = module.nf * dtype.itemsize
+            self._rows[number][word + words.ROW_BYTES] = FORMATS[dtype]
             start = column * dtype.itemsize
         else:
             start, dtype = 4 * column * module.in_features, torch.float32
@@ -944,11 +1076,8 @@ class _Weights:
     def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the states of the first layer."""
         given = {words.TOKENS_GIVEN: tokens, words.POSITIONS_GIVEN: positions}
-        states, *others = (look({**given, words.STATES_GIVEN: None}) for look in self._lookups)
-        states = sum(others, states if self._scale == 1.0 else states * self._scale)
-        norm = self._first_norm()
-        embedded: Tensor = states if norm is None else norm(states)
-        return embedded
+        looked = [look({**given, words.STATES_GIVEN: None}) for look in self._lookups]
+        return looked[0] if self._embed is None else self._embed([x[0] for x in looked])[None]
 
     def fit(self, part: slice = slice(None)) -> bool:
         """Return whether all weights are still plain matrices in memory."""
@@ -1007,15 +1136,23 @@ def _jobs_of(layer: LayerPlan, compiled: Any) -> tuple[int, int]:
     return run().address, 0 if layer.experts is None else compiled.run_experts().address
 
 
-def _flat(order: HeadOrder) -> tuple[int, ...]:
-    return order.num_groups, *order.firsts, order.query_step, order.gate
+def _steps_of(layer: LayerPlan, sizes: DecoderSizes) -> dict[int, int]:
+    """Return the bytes from one token to the next where these are not those of its numbers."""
+    return {
+        words.STATES: 4 * sizes.hidden,
+        words.ADDED: 4 * sizes.hidden,
+        words.MIXED: 4 * layer.mixed,
+        words.QUERIES: 4 * layer.row_of_queries,
+        words.SAVED: 4 * sizes.kept,
+        words.POSITIONS: 8,
+    }
 
 
 def _added_by(layer: LayerPlan) -> tuple[Any, ...]:
     """Return what a token adds to the cache of a layer, see `TreeCache.slot_addresses`."""
     if layer.convolution is None:
         assert layer.heads is not None
-        _, num, of_key, of_value, more, _ = layer.heads
+        _, num, of_key, of_value, more = layer.heads
         sizes = of_key, more or of_value
         shapes = [(1, num, 1, size) for size in sizes]
         return tuple(torch.empty(each, dtype=torch.float32, device="cpu") for each in shapes)
@@ -1035,10 +1172,10 @@ class _Workspace:
         self, kernels: Any, sizes: DecoderSizes, num_tokens: int, num_threads: int
     ) -> None:
         self._num_tokens, self._num_threads = num_tokens, num_threads
-        hidden, head, chosen = sizes.hidden, sizes.head_size, sizes.num_chosen
+        hidden, chosen = sizes.hidden, sizes.num_chosen
         scratch = kernels.scratch_size(
-            *(num_tokens, hidden, sizes.num_heads, head, sizes.between, sizes.num_experts),
-            *(chosen, sizes.taps, sizes.of_recurrence, sizes.of_latents),
+            *(num_tokens, sizes.head_size, sizes.between, sizes.num_experts, chosen, sizes.taps),
+            *(sizes.of_recurrence, sizes.of_latents, sizes.of_rows),
         )
         # torch aligns memory to cache lines, so two threads never write to one line.
         self._memory = {
@@ -1050,6 +1187,7 @@ class _Workspace:
                 words.ATTENDED: 4 * num_tokens * sizes.attended,
                 words.INNER: 4 * num_tokens * sizes.inner,
                 words.ADDED: 4 * num_tokens * hidden,
+                words.SAVED: 4 * num_tokens * sizes.kept,
                 words.BETWEEN: 4 * num_tokens * sizes.between,
                 words.SCORES: 4 * num_tokens * (sizes.num_experts + 1),
                 words.CHOSEN: 8 * num_tokens * chosen,

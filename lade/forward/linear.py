@@ -57,8 +57,8 @@ class Products:
         num_rows, given = inputs.numel() // num_inputs, inputs.contiguous()
         results = inputs.new_empty((*inputs.shape[:-1], num_columns))
         most, num_threads = min(num_rows, _MOST_ROWS), most_threads()
-        size = self._kernels.scratch_size(most, num_inputs)
-        memory = inputs.new_empty(size * num_threads + 4 * num_inputs * most, dtype=torch.uint8)
+        size = self._kernels.scratch_size(most)
+        memory = inputs.new_empty(size * num_threads, dtype=torch.uint8)
         for start in range(0, num_rows, most):
             job = _Job()
             address = ctypes.addressof(job)
@@ -66,10 +66,9 @@ class Products:
             job[words.HIDDEN], job[words.VOCAB_SIZE] = num_inputs, num_columns
             job[words.NUM_THREADS] = num_threads
             job[words.TILES] = self._kernels.run_tiles().address
-            job[words.STATES] = given.data_ptr() + 4 * num_inputs * start
+            job[words.NORMED] = given.data_ptr() + 4 * num_inputs * start
             job[words.LOGITS] = results.data_ptr() + 4 * num_columns * start
             job[words.SCRATCH], job[words.SCRATCH_SIZE] = memory.data_ptr(), size
-            job[words.NORMED] = job[words.SCRATCH] + size * num_threads
             job[words.KEPT], job[words.LAYERS] = self._kept, address
             job[words.PHASES] = address + 8 * _JOB_SIZE
             job[words.HEAD + words.WEIGHT] = weight.data_ptr()

@@ -42,6 +42,8 @@ class RecurrencePlan(NamedTuple):
     columns: tuple[int, ...]
     steps: tuple[int, ...]
     num_normed: int  # value heads that share a norm
+    norm: nn.Module
+    eps: float
 
     @property
     def is_delta(self) -> bool:
@@ -67,6 +69,7 @@ class RecurrencePlan(NamedTuple):
 class GatedNorm(NamedTuple):
     """A norm with a gate, in the watched forward."""
 
+    module: nn.Module
     weight: Tensor
     eps: float
     given: Tensor
@@ -111,7 +114,7 @@ def read_recurrence(
     plans = [
         plan
         for heads in all_heads
-        for plan in _plans(module, [*own], heads, num_normed)
+        for plan in _plans(module, [*own], heads, num_normed, norm)
         if torch.equal(_part(plan, rows, 3).flatten(), norm.gate.flatten())
     ]
     wanted = norm.given.view(num_tokens, num_values, value_size)
@@ -120,7 +123,7 @@ def read_recurrence(
     def error(plan: RecurrencePlan) -> float:
         return difference(_result(plan, convolution, rows), wanted)
 
-    same = known and known._replace(module=module)
+    same = known and known._replace(module=module, norm=norm.module)
     if same in plans and error(same) <= limit:
         return same
     errors = {plan: error(plan) for plan in plans}
@@ -196,12 +199,17 @@ def _normed(norm: GatedNorm, num_groups: int, is_delta: bool) -> Tensor:
 
 
 def _plans(
-    module: nn.Module, own: list[str], heads: tuple[int, int, int, int], num_normed: int
+    module: nn.Module,
+    own: list[str],
+    heads: tuple[int, int, int, int],
+    num_normed: int,
+    norm: GatedNorm,
 ) -> Iterator[RecurrencePlan]:
     """Yield the plans of such heads, with each order of columns and of parameters."""
     arrangements = _arrangements(heads) if len(own) == 2 else [_arrangement(heads)]
     for (columns, steps), names in product(arrangements, permutations(own)):
-        yield RecurrencePlan(module, names, heads, columns, steps, num_normed)
+        of_norm = num_normed, norm.module, norm.eps
+        yield RecurrencePlan(module, names, heads, columns, steps, *of_norm)
 
 
 def _sizes(heads: tuple[int, ...]) -> tuple[int, ...]:

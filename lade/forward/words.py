@@ -1,7 +1,7 @@
 """Positions and codes in the int64 arrays that describe a job to the kernels."""
 
 # A job is an int64 array: sizes; the number of threads; then addresses, of float32 unless a comment
-# says otherwise; the last norm and the head's product. An entry's position follows from this order.
+# says otherwise; the head's product. An entry's position follows from this order.
 (
     NUM_TOKENS,
     HIDDEN,
@@ -37,55 +37,61 @@
     ADDITIONS,  # int64 [additions, LAYER_SIZE]
     BETWEEN,  # [tokens, BETWEEN_SIZE], between the factors of a layer's additions
     BETWEEN_SIZE,
-    FACTORS,  # [tokens], factors of queries if a layer is SCALED
     SCORES,  # [tokens, SCORES_SIZE], of experts, then the gate of the shared expert
     SCORES_SIZE,
     CHOSEN,  # int64 [tokens, NUM_CHOSEN of the layer], experts
     SHARES,  # float32, the same shape: factors of these experts' results
     OF_EXPERTS,  # [choices, EXPERT_INNER of the layer], by expert
     TILES,  # of what is compiled for tiles, `run_tiles`
-    LAST_NORM,
-) = range(36)
-FLAGS, EPS, NORM_WEIGHT, NORM_BIAS, NORM_SIZE = range(5)  # EPS, as SCALING: bits of a float32
+    POSITIONS,  # int64 [tokens]
+    SAVED,  # [tokens, numbers], what programs of a layer keep for later ones
+    NOTHING,  # 0, to which a program's own addresses are added
+    LAST_ROWS,  # the row of ADDITIONS that describes the last program, counted from 1; 0 for none
+) = range(38)
 # PACKED: address of the function compiled for a packed weight's format, or 0. ROW_BYTES: bytes of a
 # row of it. HALF: half the rows of a head, if rows of its first and second half alternate, or 0.
 # ACROSS: bytes between the weights of two inputs, if the weight is stored input by input, or 0;
 # then ROW_BYTES is its format.
 (WEIGHT, BIAS, NUM_COLUMNS, FIRST_ADDED, END_ADDED, PACKED, ROW_BYTES, HALF, ACROSS) = range(9)
 PRODUCT_SIZE = 9
-HEAD = LAST_NORM + NORM_SIZE
+HEAD = LAST_ROWS + 1
 JOB_SIZE = HEAD + PRODUCT_SIZE
 
-# A layer: norms, those of OF_ATTENTION and OF_MLP of the states after each addition; products; the
-# shape of its MLP; addresses of the angles' cosines and sines, [tokens, TURNED]; settings of
-# attention and residuals; the order of heads in MIXED: number of groups, and heads in a group
-# before those of each kind.
-(PRE_ATTENTION, POST_ATTENTION, PRE_MLP, POST_MLP, QUERY_NORM, KEY_NORM) = range(0, 24, NORM_SIZE)
-OF_ATTENTION, OF_MLP, VALUE_NORM, POST_INPUTS = range(24, 40, NORM_SIZE)
-(QUERY, KEY, VALUE, MORE, OUT, GATE, UP, DOWN) = range(40, 112, PRODUCT_SIZE)
-INPUT_GATE, INPUT_OUT = range(112, 130, PRODUCT_SIZE)
-INNER_SIZE, ACTIVATION, COS, SIN, TURNED, TURN, SCALING, SOFTCAP, SINKS, SEES = range(130, 140)
-# EXPERTS, RECURRENCE: the rows of ADDITIONS that describe a layer's experts and its recurrence,
-# counted from 1; 0 for none. A short convolution instead of attention has addresses of its weights,
-# [HIDDEN, TAPS], and of its biases; for attention, TAPS is 0. Then FIRST_QUERY is the third of
-# MIXED that multiplies the results, FIRST_KEY and FIRST_VALUE the two whose product is the input;
-# keys are these inputs, [slots, HIDDEN]. QUERY_STEP is the number of heads in MIXED from one query
-# to the next, and from one gate of attention's results to the next; FIRST_GATE is the first gate,
-# or -1 without gates.
-FACTOR, IS_PARALLEL, SCALED, EXPERTS, CONVOLUTION, CONVOLUTION_BIAS, TAPS = range(140, 147)
-NUM_GROUPS, FIRST_QUERY, FIRST_KEY, FIRST_VALUE, QUERY_STEP, FIRST_GATE = range(147, 153)
+# A layer: products; the shape of its MLP; settings of attention: SCALING, SOFTCAP are bits of a
+# float32.
+(QUERY, KEY, VALUE, MORE, OUT, GATE, UP, DOWN) = range(0, 72, PRODUCT_SIZE)
+INPUT_GATE, INPUT_OUT = range(72, 90, PRODUCT_SIZE)
+INNER_SIZE, SCALING, SOFTCAP, SINKS, SEES, EXPERTS = range(90, 96)
+# EXPERTS, RECURRENCE, LATENT: the rows of ADDITIONS that describe these, counted from 1, or 0.
+# A short convolution instead of attention has addresses of its weights, [HIDDEN, TAPS], and of its
+# biases; for attention, TAPS is 0. Then FIRST_QUERY is the third of MIXED that multiplies the
+# results, FIRST_KEY and FIRST_VALUE the two whose product is the input; keys are these inputs,
+# [slots, HIDDEN].
+CONVOLUTION, CONVOLUTION_BIAS, TAPS, FIRST_QUERY, FIRST_KEY, FIRST_VALUE = range(96, 102)
+# GATED: the row that describes what becomes of attention's results, counted from 1, with the first
+# column of MIXED for the first head, and columns from one head to the next.
+GATED, FIRST_GATE, GATE_STEP = range(102, 105)
 # RUN_ATTENTION: address of what is compiled for attention, or what the layer has instead;
 # RUN_EXPERTS: the same for experts, or 0.
-MIXED_SIZE, ATTENDED_SIZE, RECURRENCE, RUN_ATTENTION, RUN_EXPERTS = range(153, 158)
-# Heads of queries and of keys; numbers of a key's head, and of a value's; factor of values. If
-# MORE_SIZE is not 0, the cache has so many further numbers of keys in place of values, and keys are
-# the values, too. Then LATENT is the row of ADDITIONS that describes the rest, counted from 1.
-(NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE, RESULT_SIZE, MORE_SIZE, VALUE_FACTOR) = range(158, 164)
-# INPUTS: address of what the layer gets of its tokens besides states, float32 [tokens, INPUT_SIZE];
-# it multiplies the activated results of INPUT_GATE. SCALAR: address of a number by which the states
-# are multiplied at the end, or 0. READS: whether keys and values are those of
-# another layer, whose addresses CACHES has twice. NO_NORM: zeros.
-LATENT, INPUTS, INPUT_SIZE, SCALAR, READS, NO_NORM, LAYER_SIZE = (*range(164, 170), 173)
+MIXED_SIZE, ATTENDED_SIZE, RECURRENCE, RUN_ATTENTION, RUN_EXPERTS = range(105, 110)
+# Heads of queries and of keys; numbers of a key's head, and of a value's. If MORE_SIZE is not 0,
+# the cache has so many further numbers of keys in place of values, and keys are the values, too.
+# QUERIES_SIZE: numbers in a row of QUERIES: queries, then new keys and values.
+NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE, RESULT_SIZE, MORE_SIZE, QUERIES_SIZE = range(110, 116)
+# INPUTS: address of what the layer gets of its tokens besides states, float32 [tokens, INPUT_SIZE].
+# READS: whether keys and values are those of another layer, whose addresses CACHES has twice.
+LATENT, INPUTS, INPUT_SIZE, READS = range(116, 120)
+# Programs, rows counted from 1: before the first products, before attention, before the MLP, before
+# inputs besides states, at the end; what becomes of gate and up, and of the gate of inputs.
+BEFORE, HEADS, BEFORE_MLP, BEFORE_INPUTS, AT_END, INNER_COLUMNS, INPUT_COLUMNS = range(120, 127)
+LAYER_SIZE = 176
+# A program: the address of its function; how many addresses it takes; for each, a word of the job,
+# to whose address bytes are added, and bytes from one token to the next. What is made of single
+# columns: the function; how many inputs and constants; addresses of constants, and bytes from one
+# column to the next.
+PROGRAM, NUM_PLACES, PLACES = range(3)
+NUM_INPUTS, NUM_CONSTANTS, CONSTANTS = range(1, 4)
+MOST_PLACES = (LAYER_SIZE - PLACES) // 3
 # A low-rank addition to a product: its first factor as a product, WEIGHT and BIAS of the second,
 # the scale of the result, and its first number in a row of BETWEEN.
 SECOND = PRODUCT_SIZE
@@ -93,18 +99,20 @@ TIMES, START = range(SECOND + 2, SECOND + 4)
 # Experts: the router, and the gate of the shared expert, as products; codes for the choice and the
 # factors of results; the address of the correction of scores; the format of stacked weights that
 # lie input by input; addresses of the stacks: gate and up together, and down; of their biases; how
-# the weights lie; what becomes of gate and up (`experts.GatingPlan`).
+# the weights lie; the address of what is compiled for gate and up (`experts.GatingPlan`).
 ROUTER, SHARED_GATE = 0, PRODUCT_SIZE
 (NUM_CHOSEN, WEIGHS, ROUTING, SHARE, NUM_SETS, NUM_SETS_CHOSEN, CORRECTION) = range(18, 25)
 (OF_STACKS, EXPERT_GATE_UP, EXPERT_DOWN, EXPERT_INNER) = range(25, 29)
-(GATE_UP_BIAS, DOWN_BIAS, LIES, GATING, ALPHA, BOUND, ADDED_TO_UP, ADDED_TO_SUM) = range(29, 37)
+(GATE_UP_BIAS, DOWN_BIAS, LIES, GATING, ADDED_TO_SUM) = range(29, 34)
 # Of packed experts, up has an address of its own, or 0; of gate, up and down, PACKED and ROW_BYTES.
-EXPERT_UP, GATE_PACKED, DOWN_PACKED, GATE_ROW, DOWN_ROW = 37, 38, 40, 41, 43
+EXPERT_UP, GATE_PACKED, DOWN_PACKED, GATE_ROW, DOWN_ROW = 34, 35, 37, 38, 40
 # Attention to latents: what makes queries of the normed columns of the layer's first product, or no
 # product if these are queries; what makes each head's key, without angles, and value of latents;
 # numbers of such a key, of a turned one, and of a value; address of what attends; EXPAND's format.
 (SECOND_QUERY, EXPAND, STRAIGHT, TURNING, EXPANDED) = (0, PRODUCT_SIZE, *range(18, 21))
 ATTEND, OF_EXPAND = 21, 22
+# The row of the program that turns a key, and the number among its places of what is turned.
+TURN, TURNED_PLACE = 23, 24
 # A recurrence: heads of keys, and of values, and their sizes; for queries, keys, values, gates of
 # results, writing strengths and decays, the first column in MIXED, and how many columns are from
 # those of one key head to those of the next; for the first three, the first channel of the
@@ -113,6 +121,7 @@ ATTEND, OF_EXPAND = 21, 22
 # by which values join the results.
 (KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, COLUMNS, COLUMN_STEPS) = (*range(5), 10)
 CHANNELS, NUM_NORMED, IS_DELTA, DECAY_BIASES, DECAYS, SKIPS = 16, *range(19, 24)
+NORM_WEIGHT, EPS = 24, 25  # of the norm of results; EPS: bits of a float32
 
 # The pool of workers, in lines of 8 words: how many jobs have begun; whether it is closed, how many
 # workers there are, and a zero; where idle workers sleep; how many still run; slots; a line of each
@@ -126,11 +135,6 @@ LAST_SLOT = WORKERS - SLOT_SIZE
 # A bed: how many threads lie in it; the system's mutex, and its condition variable.
 MUTEX, CONDITION = 8, 24
 
-# Flags of a norm; the last two say which numbers it spans, and when it runs.
-IS_NORM, CENTERS, ADDS_ONE, IS_WHOLE, AFTER_TURN = 1, 2, 4, 8, 16
-# The pairs that are rotated together; the first of all neighbours come first.
-HALVES, NEIGHBOURS, SORTS = 1, 2, 4
-SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SWISH = range(6)  # the last one is of experts alone
 TO_ROWS, TO_INNER, TO_INPUTS = range(3)  # use of a product's columns
 FIRST, NUM_NEW, MASK, MASK_ROW = range(4)
 # Of a recurrence, keys are the inputs of its convolution, and values what else tokens add, in

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import lade
-from lade.forward import _kernels, _tiles, comparing
+from lade.forward import _kernels, _tiles
+from lade.forward._rows import FUNCTIONS
+from lade.forward.experts import ACTIVATIONS as ACTIVATIONS_OF_EXPERTS
 from tests.grids import thinned
 from tests.lade.both import EIGHT, same_as_generate
 from tests.lade.forward.conftest import Ran
@@ -30,18 +33,27 @@ def called(function: Any, row: Tensor, *more: Any) -> Tensor:
     return torch.from_numpy(result)
 
 
-def test_activations_are_torchs() -> None:
-    row = torch.cat([EXTREMES, -EXTREMES])
-    made = {
-        how: (called(_kernels._activate, row, how, np.empty(len(row), np.float32)), activation)
-        for how, activation in comparing.ACTIVATIONS.items()
-    }
-    made[-1] = called(_kernels._sigmoid, row), torch.sigmoid
-    made[-2] = called(_kernels._squash, row), torch.tanh
-    for mine, activation in made.values():
-        # torch's own results of float32 differ between the vectors and the rest of a row.
-        expected = activation(row.double()).float()
-        assert torch.allclose(mine, expected, 1e-5, 1e-6, equal_nan=True), (mine, expected)
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    **ACTIVATIONS_OF_EXPERTS,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "softplus": functional.softplus,
+    "exponential": torch.exp,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in ACTIVATIONS if name in FUNCTIONS])
+def test_activations_are_torchs(name: str) -> None:
+    row, function = torch.cat([EXTREMES, -EXTREMES]), FUNCTIONS[name]
+
+    def each(row: Any) -> None:
+        for index in range(len(row)):
+            row[index] = function(row[index])
+
+    mine = called(numba.njit(each, error_model="numpy"), row)
+    # torch's own results of float32 differ between the vectors and the rest of a row.
+    expected = ACTIVATIONS[name](row.double()).float()
+    assert torch.allclose(mine, expected, 1e-5, 1e-6, equal_nan=True), (mine, expected)
 
 
 ROWS = [

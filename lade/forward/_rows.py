@@ -1,0 +1,158 @@
+"""Every compiled function that programs of rows call, and what compiles a program's source.
+
+A program is cached on disk by its source: Numba's cache is given it as a function of this file,
+with a hash of all that is compiled into it in its name.
+"""
+
+import math
+import threading
+from collections.abc import Sequence
+from functools import cache
+from hashlib import sha256
+from typing import Any
+
+import llvmlite
+import numba
+import numpy as np
+
+from lade.forward._kernels import (
+    _F,
+    _exponential,
+    _exponential_of_negative,
+    _largest,
+    _row,
+    _softmax,
+    _sum,
+    _sum_of_squares,
+    _tanh,
+)
+from lade.forward._tiles import compiled, job, pointer
+
+_MOST_SOFTENED = _F(20)  # above, a softplus is the number itself, as torch has it
+
+
+@compiled
+def _square(x):  # type: ignore[no-untyped-def]
+    return x * x
+
+
+@compiled
+def _cube(x):  # type: ignore[no-untyped-def]
+    return x * x * x
+
+
+@compiled
+def _at_least(x, low):  # type: ignore[no-untyped-def]
+    return low if x < low else x  # NaN stays
+
+
+@compiled
+def _at_most(x, high):  # type: ignore[no-untyped-def]
+    return high if x > high else x
+
+
+@compiled
+def _larger(x, y):  # type: ignore[no-untyped-def]
+    return x if x > y or x != x else y
+
+
+@compiled
+def _smaller(x, y):  # type: ignore[no-untyped-def]
+    return x if x < y or x != x else y
+
+
+@compiled
+def _any_exponential(x):  # type: ignore[no-untyped-def]
+    return _exponential(_F(89) if x > _F(89) else x)
+
+
+@compiled
+def _sigmoid(x):  # type: ignore[no-untyped-def]
+    return _F(1) / (_F(1) + _exponential_of_negative(x))
+
+
+@compiled
+def _silu(x):  # type: ignore[no-untyped-def]
+    return x / (_F(1) + _exponential_of_negative(x))
+
+
+@compiled
+def _gelu(x):  # type: ignore[no-untyped-def]
+    return _F(0.5) * x * (_F(1) + _F(math.erf(x * _F(0.7071067811865476))))
+
+
+@compiled
+def _gelu_by_tanh(x):  # type: ignore[no-untyped-def]
+    cubed = _F(0.044715) * x * x * x
+    return _F(0.5) * x * (_F(1) + _tanh(_F(0.7978845608028654) * (x + cubed)))
+
+
+@compiled
+def _softplus(x):  # type: ignore[no-untyped-def]
+    return x if x > _MOST_SOFTENED else _F(math.log1p(math.exp(x)))
+
+
+@compiled
+def _softmax_of(row, out):  # type: ignore[no-untyped-def]
+    for i in range(len(row)):
+        out[i] = row[i]
+    _softmax(out)
+
+
+@compiled
+def _integers(address, size):  # type: ignore[no-untyped-def]
+    return numba.carray(pointer(address), (size,), np.int64)
+
+
+#: What programs call, by the names in their source.
+FUNCTIONS = {
+    "F": np.float32,
+    "np": np,
+    "math": math,
+    "total": _sum,
+    "squares": _sum_of_squares,
+    "largest": _largest,
+    "square": _square,
+    "cube": _cube,
+    "at_least": _at_least,
+    "at_most": _at_most,
+    "larger": _larger,
+    "smaller": _smaller,
+    "exponential": _any_exponential,
+    "tanh": _tanh,
+    "sigmoid": _sigmoid,
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_by_tanh": _gelu_by_tanh,
+    "softplus": _softplus,
+    "softmax": _softmax_of,
+}
+_one_by_one = threading.Lock()
+
+
+def address_of(text: str, given: Sequence[str], tables: Sequence[Sequence[int]] = ()) -> int:
+    """Return the address of a compiled program, which takes the address of int64.
+
+    Args:
+        text: source of the function `program`.
+        given: source of its arguments, in which `given` has those int64.
+        tables: tables of indices that it reads.
+    """
+    call = f"def run(address):\n    given = carray(address, ({len(given)},), np.int64)\n"
+    call += f"    program({', '.join(given)})\n"
+    with _one_by_one:
+        return int(_compiled(text, call, tuple(map(tuple, tables))).address)
+
+
+@cache
+def _compiled(text: str, call: str, tables: tuple[tuple[int, ...], ...]) -> Any:
+    space: dict[str, Any] = {**FUNCTIONS, "carray": numba.carray, "__name__": __name__}
+    space |= {"row": _row, "integers": _integers}
+    space |= {f"t{number}": np.array(each, np.int64) for number, each in enumerate(tables)}
+    exec(compile(text, __file__, "exec"), space)
+    space["program"] = compiled(space["program"])
+    exec(compile(call, __file__, "exec"), space)
+    versions = numba.__version__, llvmlite.__version__
+    digest = sha256(repr((text, call, tables, versions)).encode()).hexdigest()
+    space["run"].__qualname__ = f"rows_{digest[:32]}"
+    return job(space["run"])()
