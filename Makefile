@@ -62,7 +62,7 @@ test: $(VENV)/.dev
 	$(TEST) $(VENV)/bin/$(PYTEST) -m "not exhaustive" $(TESTS)
 
 # What kernels compute. Files, copies, threads and interrupts are the same however they are compiled.
-KERNELS := $(foreach name,chains golden harvest kernels sample sources state_machine texts,\
+KERNELS := $(foreach name,chains golden harvest kernels sample sources state_machine,\
 	tests/ngram_pool/test_$(name).py)
 # A cache of its own: what checks indices and what does not would stand in each other's place.
 test-bounds: export NUMBA_CACHE_DIR := $(CURDIR)/$(VENV)/bounds

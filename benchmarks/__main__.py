@@ -428,7 +428,7 @@ def run_sameness(
     loading: LoadOptions,
     json: JsonOption = None,
 ) -> None:
-    """Count the answers that drafts, pools, batches, threads and load leave as they are."""
+    """Count the answers of float32, whatever is drafted, batched, kept or busy."""
     from benchmarks.sameness import run
 
     run(loading.load(), asked.chosen(), max_new_tokens, json)

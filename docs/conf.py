@@ -33,4 +33,6 @@ def _with_sidebar(app: Sphinx, page: str, source: list[str]) -> None:
     for section in source[0].split("\n## ")[1:]:
         caption, _, text = section.partition("\n")
         pages = "\n".join(re.findall(r"^- \[.*?\]\((.*?)\.md\)", text, re.MULTILINE))
+        if not pages:
+            continue
         source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{pages}\n```\n"

@@ -35,7 +35,7 @@ import commands
 from benchmarks.arena import ForwardCosts
 from benchmarks.cpu_engines import HEADINGS, cells_of
 from benchmarks.environment import code as present_code
-from benchmarks.report import msec_text, share_text, speedup_text
+from benchmarks.report import share_text, speedup_text
 from benchmarks.run import BenchSettings
 from lade.apps.bench.report import LOOPS, OVERALL
 
@@ -51,18 +51,10 @@ _NAMES = {
     "no_drafts": "**lade**, no drafts",
     "lade": "**lade**",
     "lade_fresh": "**lade**",
-    "lade_pool_fresh": "**lade**, with the pool",
     "openvino": "OpenVINO GenAI",
     "openvino_lookup": "OpenVINO GenAI's prompt lookup",
     "llama_cpp": "llama.cpp",
     "llama_cpp_lookup": "llama.cpp with llama-cpp-python's prompt lookup",
-    "pool": "**lade**, a pool",
-    "assistant": "**lade**, an assistant",
-    "first_layers": "**lade**, first layers",
-    "pool+assistant": "**lade**, a pool and an assistant",
-    "pool+first_layers": "**lade**, a pool and first layers",
-    "hf_assistant": "transformers' `assistant_model`",
-    "hf_early_exit": "transformers' `assistant_early_exit`",
     "rival_prompt_lookup": "prompt lookup",
     "rival_recycling": "Token Recycling",
     "rival_sam_recycling": "SAM with Recycling",
@@ -217,7 +209,7 @@ def value(file: str, path: str, form: str = "") -> str:
     """Return one number of a file, as it is, as `x` (1.50x) or as `,` (thousands)."""
     found: Any = _read(file)
     for key in path.split("/"):
-        found = found[key]
+        found = found[int(key) if isinstance(found, list) else key]
     return speedup_text(found) if form == "x" else f"{found:{form}}"
 
 
@@ -272,45 +264,22 @@ def forwards(context: str, *files: str) -> str:
 
 
 @_figure
-def budget(file: str) -> str:
+def budget(file: str, dtype: str) -> str:
     """Return tokens a second of the budget and of fixed numbers, medians of fresh processes."""
-    summary = _read(file)["summary"]
+    found = _read(file)["summary"].items()
+    summary = {name: each for name, each in found if name.startswith(dtype)}
     numbers = [*next(iter(summary.values()))["tokens_per_sec"]]
     ratios = ("ratio", "least_ratio", "least_of_categories", "ratio_of_first")
     rows = [
         (
-            *(way, *(f"{each['tokens_per_sec'][number]:.1f}" for number in numbers)),
+            way.replace("a job", "compiled forward pass"),
+            *(f"{each['tokens_per_sec'][number]:.1f}" for number in numbers),
             *(f"{each[ratio]:.2f}" for ratio in ratios),
         )
         for way, each in summary.items()
     ]
     shares = ("of the best", "lowest process", "lowest category", "first calls")
     return _table(("tokens a second", *numbers, *shares), 1, rows)
-
-
-_SAMENESS = {
-    "lade": "lade without drafts, against `generate`",
-    "one_thread": "`generate` on one thread, against `generate`",
-    "eager": "`generate` with eager attention, against `generate`",
-}
-
-
-@_figure
-def sameness(*files: str) -> str:
-    """Return how many answers of each way are those of lade without drafts, or of `generate`."""
-    columns, rows = [], dict[str, list[str]]()
-    for file in files:
-        content = _read(file)
-        columns.append(
-            f"{content['settings']['dtype']}, of {content['settings']['prompts']['num']}"
-        )
-        for part in ("of_lade_without_drafts", "of_generate"):
-            for key, counts in content[part].items():
-                name = _SAMENESS.get(key, f"lade: {key}")
-                texts, logits = counts["num_same_text"], counts["num_same_logits"]
-                cell = f"{texts}" if logits in (None, texts) else f"{texts} ({logits})"
-                rows.setdefault(name, []).append(cell)
-    return _table(("", *columns), 1, [(name, *cells) for name, cells in rows.items()])
 
 
 @_figure
@@ -321,36 +290,65 @@ def cpu_engines(file: str, run: str) -> str:
 
 
 _COLUMNS = {
-    "no_drafts": "compiled forward only, no drafts",
-    "lade_fresh": "**lade**",
     "prompt_lookup": "transformers' prompt lookup",
-    "rival_prompt_lookup": "prompt lookup on the compiled forward",
+    "no_drafts": "lade, no drafts",
+    "lade_fresh": "**lade**",
+    "openvino_lookup": "OpenVINO GenAI's prompt lookup",
+    "llama_cpp": "llama.cpp",
 }
-_FEWEST = 3  # prompts of a category that may be named as the lowest
+_FEWEST = 3  # prompts of a category that may be named as the worst
 
 
 @_figure
 def headline(*files: str) -> str:
-    """Return README's table: a row for each file, with the category that gains least."""
+    """Return README's table: tokens a second of `generate`, and of others over it.
+
+    Args:
+        files: results of prompts in categories, or of engines, a row each.
+    """
     rows = []
     for file in files:
         content = _read(file)
-        environment, summary = content["environment"], content["summary"]
-        machine = f"{environment['cpu']}, {environment['num_cores']} cores"
-        machine += " without AVX-512" if file.endswith("_avx2") else ""
-        overall, settings = summary[OVERALL], content["settings"]
-        lowest, category = min(
-            (of["lade_fresh"]["speedup"], group)
-            for group, of in summary.items()
-            if group not in (OVERALL, LOOPS) and of["plain"]["num_prompts"] >= _FEWEST
-        )
-        ratios = [speedup_text(overall.get(name, {}).get("speedup")) for name in _COLUMNS]
-        ratios.insert(2, f"{speedup_text(lowest)} ({category})")
-        label = f"{settings['dtype']}, {machine}, {overall['plain']['num_prompts']} prompts"
-        rows.append((label, *ratios))
+        made = content["environment"]
+        machine = f"{made['cpu']}{' without AVX-512' if file.endswith('_avx2') else ''}"
+        of_run = _of_engines(content) if "runs" in content else _of_categories(content)
+        num_prompts, plain, ratios, worst, first = of_run
+        dtype = "4-bit file" if file.endswith("gguf") else content["settings"].get("dtype")
+        label = f"{dtype or 'float32'}, {num_prompts} prompts, {machine}"
+        cells = [speedup_text(ratios.get(name)) for name in _COLUMNS]
+        cells.insert(3, worst)
+        rows.append((label, f"{plain:.0f}", *cells, first))
     columns = [*_COLUMNS.values()]
-    columns.insert(2, "lade, its lowest category")
-    return _table((_model(files[0]), *columns), 1, rows)
+    columns.insert(3, "lade, worst category")
+    first = "first token, ms: `generate`, lade"
+    return _table((_model(files[0]), "`generate`, tokens/s", *columns, first), 1, rows)
+
+
+_Run = tuple[int, float, Mapping[str, float], str, str]
+
+
+def _of_categories(content: Mapping[str, Any]) -> _Run:
+    """Return how many prompts a run had, `generate`'s speed, ratios to it, the worst category."""
+    summary = content["summary"]
+    overall = summary[OVERALL]
+    lowest, category = min(
+        (of["lade_fresh"]["speedup"], group)
+        for group, of in summary.items()
+        if group not in (OVERALL, LOOPS) and of["plain"]["num_prompts"] >= _FEWEST
+    )
+    ratios = {name: each["speedup"] for name, each in overall.items()}
+    plain, worst = overall["plain"], f"{speedup_text(lowest)} ({category})"
+    return plain["num_prompts"], plain["tokens_per_sec"], ratios, worst, ""
+
+
+def _of_engines(content: Mapping[str, Any]) -> _Run:
+    """Return the same of a run of engines on two threads, and the seconds to the first token."""
+    columns, methods = content["columns"], content["runs"]["float32, 2 threads"]
+    speed, ratio, first = map(columns.index, ("tokens_per_sec", "median_ratio", "first_token_sec"))
+    ratios = {name: row[ratio] for name, row in methods.items()}
+    plain = methods["plain"]
+    times = f"{1000 * plain[first]:.0f}, {1000 * methods['lade_fresh'][first]:.0f}"
+    return content["settings"]["prompts"]["num"], plain[speed], ratios, "", times
 
 
 @_figure
@@ -388,24 +386,6 @@ def methods(*files: str) -> str:
                     ratio += f" ({_passes_text(entry)})"
                 rows.append((label, f"{each['tokens_per_sec']:.1f}", ratio, *_counts(each)))
     headings = ("decoding", "tokens/s", "speed-up", "MAT", "draft tokens/step", "same text")
-    return _table(headings, 1, rows)
-
-
-@_figure
-def drafters(file: str) -> str:
-    """Return the methods of a run of drafters, with their times."""
-    rows = []
-    for method, entry in _read(file)["summary"][OVERALL].items():
-        name = _name(method)
-        share = share_text(entry.get("acceptance_rate"))
-        drafting = msec_text(entry.get("draft_sec_per_step"))
-        speed = (f"{entry['tokens_per_sec']:.1f}", speedup_text(entry["speedup"]))
-        mat = f"{entry['mean_accepted_tokens']:.2f}"
-        rows.append((name, *speed, mat, share, drafting, share_text(entry["same_text"])))
-    headings = (
-        *("decoding", "tokens/s", "speed-up", "MAT", "accepted"),
-        *("draft ms/step", "same text"),
-    )
     return _table(headings, 1, rows)
 
 
@@ -632,36 +612,28 @@ def support() -> str:
 def architectures() -> str:
     """Return what was found of each architecture, grouped by it, for the newest transformers."""
     content = _read(f"support/{_by_release()[0]}")
-    made = content["environment"]
+    made, jobs = content["environment"], _read("support/forwards")
     by_verdict: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for cells in content["rows"]:
         row = dict(zip(content["headings"], cells, strict=True))
         verdict = (row["one row"], row["batch"], row["text"])
         by_reason = by_verdict.setdefault(verdict, {})
-        by_reason.setdefault(_reason(row["why no better method"]), []).append(row["model type"])
+        name = row["model type"] + "†" * (row["model type"] in jobs["jobs"])
+        by_reason.setdefault(_reason(row["why no better method"]), []).append(name)
     rows = [
         (*verdict, reason, ", ".join(names))
         for verdict, by_reason in sorted(by_verdict.items(), key=_num_names, reverse=True)
         for reason, names in by_reason.items()
     ]
     headings = ("one row", "batch", "text", "why no better method", "model types")
+    counts = jobs["summary"]
     return "\n\n".join(
         (
             f"With transformers {made['transformers']}, torch {made['torch']} and lade "
-            f"{made['lade']}, {made['date']}, seed {content['settings']['seed']}.",
+            f"{made['lade']}, {made['date']}, seed {content['settings']['seed']}. †: with a "
+            f"compiled forward pass, {counts['jobs']} of {counts['all']} architectures.",
             _words(headings, rows),
         )
-    )
-
-
-@_figure
-def jobs() -> str:
-    """Return of which architectures a whole forward runs as one compiled job."""
-    content = _read("support/forwards")
-    made, counts = content["environment"], content["summary"]
-    names = ", ".join(content["jobs"][: counts["jobs"]])  # variants follow
-    return (
-        f"With transformers {made['transformers']}, {counts['jobs']} of {counts['all']}: {names}."
     )
 
 
@@ -669,10 +641,14 @@ def _num_names(item: tuple[object, Mapping[str, Sequence[str]]]) -> int:
     return sum(map(len, item[1].values()))
 
 
+_NO_CROP = ", from which no token can be taken"
+
+
 def _reason(text: str) -> str:
     """Return why no better method will do, without what differs from model to model."""
     text = re.sub(r" by [\d.]+ of their standard deviation \(expected at most [\d.]+\)", "", text)
-    return re.sub(r"(its forward fails) \([^;]*", r"\1", text)
+    text = text.replace(" from those of plain decoding", "").replace(_NO_CROP, "")
+    return re.sub(r"(its forward fails|run by torch) \([^;]*", r"\1", text)
 
 
 def _words(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -711,7 +687,9 @@ def source(*files: str) -> str:
     parts = []
     if "model" in content.get("settings", {}):
         settings = content["settings"]
-        dtype = f" in {settings['dtype']}" if "dtype" in settings else ""  # else its table says it
+        every = [_read(file)["settings"] for file in files]
+        dtypes = dict.fromkeys(each["dtype"] for each in every if "dtype" in each)
+        dtype = f" in {' and '.join(dtypes)}" if dtypes else ""  # else its table says it
         parts.append(f"{_model(files[0])}{dtype}")
         if "max_new_tokens" in settings and len({_decoding(file) for file in files}) == 1:
             parts.append(f"{_decoding(files[0])}, {settings['max_new_tokens']} new tokens")

@@ -229,7 +229,7 @@ class Page:
                 return
         same = "The texts are the same."
         if texts["generate"] != texts["lade"]:
-            same = "The texts differ: in half precision a near-tie may fall the other way."
+            same = "The texts differ: in 16 bits, two tokens can be nearly tied."
         ratio = secs["generate"] / secs["lade"]
         result = f"{_bars(secs)}\n\nlade was {ratio:.2f} times as fast. {same}"
         yield Sides(result, *texts.values())

@@ -51,8 +51,8 @@ class Config:
             cache then. Only for calls with one prompt of text alone.
         max_prefix_bytes: Memory for kept texts, in bytes, on the model's device; the least recently
             used texts go first. 0 keeps nothing.
-        uses_kernels: Whether forward passes on a CPU may run by lade's compiled kernels, as a whole
-            or layer by layer, if they are faster than torch's.
+        uses_kernels: Whether compiled forward passes may run models on a CPU, if they are faster
+            than torch's.
         arithmetic: "float32": where a compiled forward pass runs a model on a CPU, calls compute in
             float32, whatever the weights are stored in; their text is that of
             `copy.deepcopy(model).float().generate(…)`. "model": models in bfloat16 or float16

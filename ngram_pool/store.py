@@ -331,12 +331,18 @@ class PoolStore:
         """
         if not self._is_current(entry):
             return None
-        # A pool whose name is claimed is the newest there is.
-        if entry.writing is None and (entry.pool is None or entry.num_users == 1):
+        # A pool whose name is claimed is the newest there is. Of two that open it at once, the
+        # first here claims it: what a pool without a claim learns is not saved.
+        if entry.writing is None:
             is_writer, stamp = self._claim(entry), stamp_of(entry.path)
-            if entry.pool is None or stamp != entry.stamp or entry.pool.is_read_only == is_writer:
-                entry.pool = self._read(entry)
-                entry.mark, entry.stamp = entry.pool._learned, stamp
+            held = entry.pool
+            if held is None or stamp != entry.stamp or held.is_read_only == is_writer:
+                if held is None or entry.num_users == 1:
+                    entry.pool = self._read(entry)
+                    entry.mark, entry.stamp = entry.pool._learned, stamp
+                else:  # it stays with those that have it open
+                    with self._lock:
+                        self._unclaim(entry)
         return entry.pool
 
     def _settle(self) -> None:
@@ -474,7 +480,8 @@ class PoolStore:
                 entry.nbytes = pool.nbytes
             with self._lock:
                 if not entry.num_users:
-                    self._unclaim(entry)
+                    if pool._learned == entry.mark:  # else it learned while it was written
+                        self._unclaim(entry)
                     if is_stale:
                         self._let_go(entry)
 

@@ -50,11 +50,9 @@ def own_remote_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_files_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Decode without the tables and costs in the user's cache, and add none to them."""
+    """Decode without the tables in the user's cache, and add none to them."""
     folder = tmp_path_factory.getbasetemp() / "tables" / secrets.token_hex(8)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("tables", "costs"):
-            module = sys.modules.get(f"lade.prewarming.{name}")
-            if module is not None:  # else the test does not load lade
-                patch.setattr(module, f"{name}_folder", lambda name=name: folder / name)
+        if "lade" in sys.modules:  # else the test does not load it
+            patch.setattr("lade.prewarming.tables.tables_folder", lambda: folder / "tables")
         yield

@@ -209,7 +209,7 @@ def test_python_code_in_the_readme_runs(
         monkeypatch.setattr(loader, "from_pretrained", lambda *_, thing=thing, **__: thing)
     exec(compile(block, "README.md", "exec"), {})
     printed = capsys.readouterr().out
-    assert printed.startswith("When was it built")
+    assert printed.startswith("Explain in a few sentences")
     assert printed.endswith("tokens per forward pass\n")
 
 

@@ -29,7 +29,7 @@ HOOKS = (
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 )
 
-#: Those that are called.
+#: Hooks that torch calls.
 HOOKED = ("_forward_hooks", "_forward_pre_hooks")
 
 #: Returns the attributes to change in a module, its class among them; None to leave it as it is.
@@ -111,12 +111,7 @@ def with_decoding_experts(model: Model) -> Model:
     """
     if device_of_inputs(model).type == "cpu" or "grouped_mm" not in experts_of(model):
         return model
-    copies: dict[int, Any] = {}
-    copy.deepcopy(model.config, copies)
-    for copied in copies.values():
-        if getattr(copied, "_experts_implementation", None) == "grouped_mm":
-            copied._experts_implementation = "batched_mm"
-    return _with_configs(model, copies)
+    return _with_experts(model, "batched_mm", only="grouped_mm")
 
 
 def with_eager_experts(model: Model) -> Model:
@@ -124,13 +119,17 @@ def with_eager_experts(model: Model) -> Model:
 
     Other implementations run all experts at once, and need their weights in one tensor.
     """
-    if experts_of(model) <= {"eager"}:
-        return model
+    return model if experts_of(model) <= {"eager"} else _with_experts(model, "eager")
+
+
+def _with_experts(model: Model, implementation: str, only: str | None = None) -> Model:
+    """Return a view whose configs name another implementation of experts, in place of `only`."""
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
     for copied in copies.values():
-        if getattr(copied, "_experts_implementation", None) is not None:
-            copied._experts_implementation = "eager"
+        current = getattr(copied, "_experts_implementation", None)
+        if current is not None and only in (None, current):
+            copied._experts_implementation = implementation
     return _with_configs(model, copies)
 
 

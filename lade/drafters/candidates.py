@@ -164,7 +164,8 @@ class Candidates(Drafter):
             outputs = self._outputs(input_ids.shape[1] - 1)
             if outputs is None:  # a grammar forces tokens that the target has not run
                 return input_ids, None
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+            num, device = input_ids.shape[1], input_ids.device
+            positions = torch.arange(num, dtype=torch.int64, device=device)[None]
             of_text = {"position_ids": positions, "attention_mask": torch.ones_like(input_ids)}
             given = {"model_kwargs": of_text, "model_outputs": outputs, "is_first_iteration": False}
             given["n_last_matches"] = outputs.num_tokens - 1

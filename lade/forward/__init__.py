@@ -1,4 +1,4 @@
-"""Forward passes on a CPU by lade's kernels: whole, as one compiled job, or layer by layer.
+"""Forward passes on a CPU by lade's kernels, each as one compiled job, in float32.
 
 Start with `job.py`.
 """

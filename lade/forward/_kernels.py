@@ -224,13 +224,6 @@ def _largest(scores):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _take_query(source, target, scaling):  # type: ignore[no-untyped-def]
-    """Scale a query."""
-    for i in range(len(source)):
-        target[i] = source[i] * scaling
-
-
-@compiled
 def _weigh(scores, peak, total, sums):  # type: ignore[no-untyped-def]
     """Turn a row's scores of a block of keys into weights, and rescale the row's sums to them.
 

@@ -31,9 +31,9 @@ def run(call: Call) -> Any:
     dtype, kwargs = dtype_of(call.model), call.model_kwargs
     cache, returned = kwargs.get(CACHE), None
     is_kept = call.config.reuses_prefix and not may_be_users(cache)
-    wide = {name: _converted(each, (dtype,), torch.float32) for name, each in kwargs.items()}
+    wide = {name: _converted(each, dtype, torch.float32) for name, each in kwargs.items()}
     processors = LogitsProcessorList(_running(each, call.model, model) for each in call.processors)
-    _convert(cache, (dtype,), torch.float32)
+    _convert(cache, dtype, torch.float32)
     try:
         widened = replace(call, model=model, model_kwargs=wide, processors=processors)
         output = Generation(widened).run()
@@ -42,7 +42,7 @@ def run(call: Call) -> Any:
     finally:
         if not is_kept:
             for each in {id(each): each for each in (cache, returned)}.values():
-                _convert(each, (torch.float32,), dtype)
+                _convert(each, torch.float32, dtype)
 
 
 def _may_widen(call: Call) -> bool:
@@ -67,21 +67,21 @@ def _running(processor: Any, model: Model, view: Model) -> Any:
     return twin
 
 
-def _converted(value: Any, dtypes: tuple[torch.dtype, ...], dtype: torch.dtype) -> Any:
-    is_one = isinstance(value, Tensor) and value.dtype in dtypes
+def _converted(value: Any, source: torch.dtype, dtype: torch.dtype) -> Any:
+    is_one = isinstance(value, Tensor) and value.dtype == source
     return value.to(dtype) if is_one else value
 
 
-def _convert(cache: Any, dtypes: tuple[torch.dtype, ...], dtype: torch.dtype) -> None:
+def _convert(cache: Any, source: torch.dtype, dtype: torch.dtype) -> None:
     """Convert keys, values and states of a cache of transformers, in its layers."""
     for layer in getattr(cache, "layers", None) or ():
         held = vars(layer)
         for name, value in held.items():
             if isinstance(value, list):
-                held[name] = [_converted(each, dtypes, dtype) for each in value]
+                held[name] = [_converted(each, source, dtype) for each in value]
             elif isinstance(value, dict):
-                held[name] = {key: _converted(each, dtypes, dtype) for key, each in value.items()}
+                held[name] = {key: _converted(each, source, dtype) for key, each in value.items()}
             else:
-                held[name] = _converted(value, dtypes, dtype)
-        if held.get("dtype") in dtypes:
+                held[name] = _converted(value, source, dtype)
+        if held.get("dtype") == source:
             held["dtype"] = dtype

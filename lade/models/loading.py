@@ -60,11 +60,10 @@ def load(
         device: a torch device, such as "cpu" or "cuda:1"; None for `cuda` if available, else
             `cpu`.
         dtype: "float32", "bfloat16", "float16" or "float64"; a GGUF file is dequantized to it. None
-            keeps weights as they are stored, in blocks of a GGUF file or in 16 bits (`pack`), and
-            computes in float32 on a CPU; models with stacks of experts, and all models elsewhere,
-            are in bfloat16 if the device computes in it natively, else in float32. float32, float64
-            and weights as they are stored give the text of plain `generate` in float32, to the last
-            token.
+            keeps weights as they are stored, in blocks of a GGUF file or in 16 bits (`pack`);
+            models with stacks of experts, and all models on other devices than a CPU, are in
+            bfloat16 if the device computes in it natively, else in float32. On a CPU, compiled
+            forward passes compute in float32 whatever the dtype, but float64.
         threads: CPU threads of this process; None for torch's number, or for a container's quota of
             cores if that is less.
         trust_remote_code: whether to run code that comes with the model, as in transformers.

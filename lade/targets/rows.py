@@ -115,7 +115,7 @@ class RowsTarget(Target):
         keys = [row.key for row in rows]
         self._originals = [keys.index(key) for key in keys]
         self._num_prompt = [row.input_ids.shape[1] for row in rows]
-        self._starts = [max(self._num_prompt) - num for num in self._num_prompt]
+        self._starts = [prompts.input_ids.shape[1] - num for num in self._num_prompt]  # padding
 
     def prefill(self, *, is_plain: bool = False) -> Tensor:
         """Run the distinct prompts, and copy their caches to equal ones; return last logits."""

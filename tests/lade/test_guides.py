@@ -81,7 +81,7 @@ def test_front_page(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_chat(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    run("guides/chat", names, "In your own program")
+    run("guides/chat", names, "In your own program", "Reuse of the KV cache")
     assert capsys.readouterr().out.endswith(" tokens a second\n")
 
 

@@ -46,7 +46,6 @@ def why_different(model: Any) -> str:
     if is_exact_in(model):
         return f"The text should be the same in {dtype}: this is a fault of lade, please report it."
     return (
-        f"In {dtype}, lade's kernels round differently from torch's, so where two tokens are "
-        "nearly tied the texts can diverge. "
-        "--dtype float32 gives the same text."
+        f"Plain generate computes in {dtype}, so where two tokens are nearly tied the texts can "
+        "diverge. --dtype float32 gives the same text."
     )

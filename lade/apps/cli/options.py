@@ -91,9 +91,9 @@ DtypeOption = Annotated[
     str | None,
     of_model(
         metavar="NAME",
-        help="float32, bfloat16, float16 or float64. Without it, weights stay as they are stored, "
-        "and a CPU computes in float32; other hardware, and models with experts, in bfloat16 if "
-        "that is native. In half precision, near-ties may fall the other way.",
+        help="float32, bfloat16, float16 or float64. Without it, weights stay as they are stored. "
+        "On a CPU, compiled forward passes compute in float32 whatever the dtype; elsewhere, "
+        "near-ties may fall the other way in half precision.",
     ),
 ]
 ThreadsOption = Annotated[

@@ -198,3 +198,13 @@ def test_a_batch_of_no_rows_is_refused_by_name(way: str, family: str) -> None:
             ValueError, match=r"expected input_ids of one row or more, got \[0, 4\]"
         ):
             ways[way](ids, attention_mask=ids, max_new_tokens=3, do_sample=False)
+
+
+def test_rows_that_all_have_padding_are_proved_where_a_hook_looks_on() -> None:
+    """Their prefill is that of `generate`, whose cache has the padding that each row leaves out."""
+    model = tiny_model("llama", dtype=torch.float32, head_dim=16)
+    model.register_forward_hook(lambda *_: None)
+    for rows in ([[0, 6, 7], [0, 9, 10]], [[0, 0, 7], [0, 9, 10]]):
+        options: dict[str, Any] = {"knows": True, "return_dict_in_generate": False}
+        _, got = same_as_generate(model, torch.tensor(rows), config=EIGHT, **options)
+        assert got.stats.num_accepted_tokens > 0
