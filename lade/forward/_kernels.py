@@ -35,7 +35,7 @@ from lade.forward._tiles import (
     run_tiles,  # noqa: F401 — what jobs call
     take,
 )
-from lade.forward._workers import end, look, next_phase, report, wait_within
+from lade.forward._workers import end, look, next_phase, pieces, report, wait_within
 
 _MOST_ROWS = BLOCK  # rows of queries in a piece of attention
 _UNIT, _MOST_COLUMNS = (32, 192) if LANES == 16 else (48, 192)
@@ -336,19 +336,17 @@ def described(g, number):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _multiply_packed(inputs, num_inputs, num_rows, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
+def _multiply_packed(inputs, num_inputs, of, first, until, results, strip):  # type: ignore[no-untyped-def]
     """Add some columns of a product with a packed weight; see `_packed.product_of`."""
-    strip = (out + out_step * (num_rows + 1) + 63) // 64 * 64
-    half, step, start = of[w.HALF], of[w.ROW_BYTES], first
+    half, step, start, (out, out_step) = of[w.HALF], of[w.ROW_BYTES], first, results
     while start < until:
         stop, index, apart = until, start, 1
         if half != 0:
             stop, apart = min((start // half + 1) * half, until), 2
             index = start // (2 * half) * 2 * half + start % half * 2 + start // half % 2
         weight, target = of[w.WEIGHT] + step * index, out + 4 * (start - first)
-        x = inputs, 4 * num_inputs, num_rows
         packed = weight, apart * step, stop - start
-        call_compiled((of[w.PACKED], *x, *packed, target, out_step, num_inputs, strip))
+        call_compiled((of[w.PACKED], *inputs, *packed, target, out_step, num_inputs, strip))
         start = stop
 
 
@@ -369,41 +367,41 @@ def _add_across(g, format_, inputs, weights, results, size, totals):  # type: ig
 
 
 @compiled
-def _multiply_across(g, inputs, num_inputs, num_rows, of, first, num, out, out_step):  # type: ignore[no-untyped-def]
-    """Add some columns of a product with a weight whose columns lie side by side, input by input.
-
-    Sums run along the columns.
-    """
-    format_ = of[w.ROW_BYTES]
-    weight = of[w.WEIGHT] + (4 if format_ == FLOAT32 else 2) * first
-    # The kernel also sums the inputs themselves; those sums are not used.
-    totals = (out + out_step * num_rows + 63) // 64 * 64
-    x = inputs, 4 * num_inputs, num_rows
-    _add_across(g, format_, x, (weight, of[w.ACROSS], num), (out, out_step), num_inputs, totals)
+def _add_biases(address, first, results, num_rows, num):  # type: ignore[no-untyped-def]
+    """Add biases from the first column on to rows of results, if these have an address."""
+    for row in range(num_rows if address != 0 else 0):
+        numbers, biases = _row(results[0] + results[1] * row, num), _row(address + 4 * first, num)
+        for i in range(num):
+            numbers[i] += biases[i]
 
 
 @compiled
 def _multiply(g, inputs, num_inputs, num_rows, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
-    """Write some columns of a matrix product, plus bias."""
-    num = until - first
+    """Write some columns of a matrix product, plus bias.
+
+    In a stack of matrices, the columns of one follow those of another. One row behind the results
+    is memory for STRIP numbers and 16 more.
+    """
+    num, x, results = until - first, (inputs, 4 * num_inputs, num_rows), (out, out_step)
+    strip = (out + out_step * (num_rows + 1) + 63) // 64 * 64
     for row in range(num_rows):
         _fill(_row(out + out_step * row, num), _F(0))
     if of[w.PACKED] != 0:
-        _multiply_packed(inputs, num_inputs, num_rows, of, first, until, out, out_step)
-    elif of[w.ACROSS] != 0:
-        _multiply_across(g, inputs, num_inputs, num_rows, of, first, num, out, out_step)
+        _multiply_packed(x, num_inputs, of, first, until, results, strip)
+    elif of[w.ACROSS] != 0:  # sums run along the columns
+        format_, step = of[w.ROW_BYTES], of[w.ACROSS]
+        width = 4 if format_ == FLOAT32 else 2
+        matrix, column = divmod(first, step // width)
+        weights = of[w.WEIGHT] + step * num_inputs * matrix + width * column, step, num
+        # The kernel also sums the inputs themselves; those sums are not used.
+        _add_across(g, format_, x, weights, results, num_inputs, strip)
     else:
         weight = of[w.WEIGHT] + 4 * first * num_inputs
         for k in range(0, num_inputs, DEPTH):
             x = inputs + 4 * k, 4 * num_inputs, num_rows
             weights = weight + 4 * k, 4 * num_inputs, num
-            add_products(g, x, weights, (out, out_step), min(DEPTH, num_inputs - k))
-    if of[w.BIAS] != 0:
-        bias = _row(of[w.BIAS] + 4 * first, num)
-        for row in range(num_rows):
-            numbers = _row(out + out_step * row, num)
-            for i in range(num):
-                numbers[i] += bias[i]
+            add_products(g, x, weights, results, min(DEPTH, num_inputs - k))
+    _add_biases(of[w.BIAS], first, results, num_rows, num)
 
 
 @inlined
@@ -450,10 +448,7 @@ def _add_low_rank(g, of, num_rows, first, until, out, out_step, scratch):  # typ
             for k in range(rank):
                 for i in range(num):
                     sums[i] += between[k] * second[k, i]
-            if addition[w.SECOND + w.BIAS] != 0:
-                bias = _row(addition[w.SECOND + w.BIAS] + 4 * first, num)
-                for i in range(num):
-                    sums[i] += bias[i]
+            _add_biases(addition[w.SECOND + w.BIAS], first, (scratch, 0), 1, num)
             numbers = _row(out + out_step * row, num)
             for i in range(num):
                 numbers[i] += sums[i] * times
@@ -482,9 +477,8 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
     first, until = products[w.FIRST_ADDED], products[len(products) - w.PRODUCT_SIZE + w.END_ADDED]
     if first < until:
         _write_between(g, phase + 128, inputs, num_inputs, num_rows, first, until, scratch)
-    start, num_done = take(phase, step), 0
-    while start < num_all:
-        stop, before = min(start + step, num_all), 0
+    for start, stop in pieces(g, phase, num_all, step):
+        before = 0
         for product in range(0, len(products), w.PRODUCT_SIZE):
             of = products[product : product + w.PRODUCT_SIZE]
             if kind == w.TO_INNER:
@@ -511,9 +505,6 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
                 number = layer[w.INPUT_COLUMNS]
             given = numbers.ctypes.data, second
             _run_columns(g, number, stop - start, start, given, made, beside)
-        num_done += stop - start
-        start = take(phase, step)
-    end(g, phase, num_done, num_all)
 
 
 @compiled
@@ -568,26 +559,19 @@ def _run_states(g, phase, tokens, at_end, before, scratch):  # type: ignore[no-u
         scratch: the thread's scratch memory.
     """
     num = len(tokens)
-    step = _share(num, g[w.NUM_THREADS], 1, 8)
-    start, num_done = take(phase, step), 0
-    while start < num:
-        stop = min(start + step, num)
+    for start, stop in pieces(g, phase, num, _share(num, g[w.NUM_THREADS], 1, 8)):
         for index in range(start, stop):
             if at_end != 0:
                 run_rows(g, at_end, tokens[index], index, scratch)
             if before != 0:
                 run_rows(g, before, tokens[index], index, scratch)
-        num_done += stop - start
-        start = take(phase, step)
-    end(g, phase, num_done, num)
 
 
 @inlined
 def _write_heads(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyped-def]
     """Write a token's queries, and its keys and values into the cache."""
     num, num_heads, part = g[w.NUM_TOKENS], layer[w.NUM_KEY_HEADS], 0
-    token, num_done = take(phase, 1), 0
-    while token < num:
+    for token, _ in pieces(g, phase, num, 1):
         run_rows(g, layer[w.HEADS], token, token, scratch)
         while token >= parts[part, w.FIRST] + parts[part, w.NUM_NEW]:
             part += 1
@@ -601,9 +585,6 @@ def _write_heads(g, phase, layer, parts, caches, scratch):  # type: ignore[no-un
                 target = caches[part, first] + head * caches[part, step] + 4 * slot * size
                 _copy(_row(made, size), _row(target, size))
                 made += 4 * size
-        num_done += 1
-        token = take(phase, 1)
-    end(g, phase, num_done, num)
 
 
 @inlined
@@ -795,9 +776,8 @@ def _convolve(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyp
     """
     size, taps = g[w.HIDDEN], layer[w.TAPS]
     step = _share(size, g[w.NUM_THREADS], _UNIT, _MOST_COLUMNS)
-    start, num_done = take(phase, step), 0
-    while start < size:
-        num = min(step, size - start)
+    for start, stop in pieces(g, phase, size, step):
+        num = stop - start
         weights = _taps_of(layer, start, num, scratch)
         row = _row(scratch + 4 * num * taps, num)
         sums = _row(scratch + 4 * num * (taps + 1), num)
@@ -817,9 +797,6 @@ def _convolve(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyp
                 for i in range(num):
                     sums[i] = sums[i] * gate[i]
                 _copy(sums, _row(g[w.ATTENDED] + 4 * (size * token + start), num))
-        num_done += num
-        start = take(phase, step)
-    end(g, phase, num_done, size)
 
 
 @job
@@ -842,22 +819,17 @@ def _score_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     num_all, out_step = num_experts + of[w.SHARED_GATE + w.NUM_COLUMNS], 4 * _MOST_COLUMNS
     x = g[w.NORMED], g[w.HIDDEN], num_rows
     step = _share(num_all, g[w.NUM_THREADS], 4, _UNIT)
-    start, num_done = take(phase, step), 0
-    while start < num_all:
-        stop = min(start + step, num_all)
+    for start, stop in pieces(g, phase, num_all, step):
         middle = max(start, min(stop, num_experts))
         if start < middle:
             router = of[w.ROUTER : w.ROUTER + w.PRODUCT_SIZE]
             _multiply(g, *x, router, start, middle, scratch, out_step)
         if middle < stop:
-            target, gate = scratch + 4 * (middle - start), of[w.SHARED_GATE : w.NUM_CHOSEN]
+            target, gate = scratch + 4 * (middle - start), of[w.SHARED_GATE : w.EXPERT_GATE]
             _multiply(g, *x, gate, 0, 1, target, out_step)
         for row in range(num_rows):
             target = g[w.SCORES] + 4 * (g[w.SCORES_SIZE] * row + start)
             _copy(_row(scratch + out_step * row, stop - start), _row(target, stop - start))
-        num_done += stop - start
-        start = take(phase, step)
-    end(g, phase, num_done, num_all)
 
 
 @compiled
@@ -919,16 +891,6 @@ def _choose(g, of, token, scratch):  # type: ignore[no-untyped-def]
         _sigmoid(raw[num:])
 
 
-@inlined
-def _choose_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
-    num, num_done, token = g[w.NUM_TOKENS], 0, take(phase, 1)
-    while token < num:
-        _choose(g, of, token, scratch)
-        num_done += 1
-        token = take(phase, 1)
-    end(g, phase, num_done, num)
-
-
 @compiled
 def _grouped(g, of, scratch):  # type: ignore[no-untyped-def]
     """Group all choices by expert in the thread's memory; return the groups and the rest of it."""
@@ -943,73 +905,6 @@ def _grouped(g, of, scratch):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _add_packed(packed, inputs, weights, results, depth, strip):  # type: ignore[no-untyped-def]
-    """Add products of some inputs from the k-th on with packed weights of an expert.
-
-    Args:
-        packed: address of the compiled function, k, and the number of all inputs.
-        inputs: address of these inputs, bytes between rows, and how many rows there are.
-        weights: address of the columns, bytes between them, and how many they are.
-        results: address of the sums, and bytes between rows.
-        depth: number of these inputs.
-        strip: memory for STRIP numbers and 16 more.
-    """
-    (function, k, size), (x, x_step, num_rows), (weight, row_bytes, num) = packed, inputs, weights
-    (out, out_step), strip = results, (strip + 63) // 64 * 64
-    given = weight + row_bytes * k // size, row_bytes, num
-    call_compiled((function, x, x_step, num_rows, *given, out, out_step, depth, strip))
-
-
-@compiled
-def _add_gathered(g, of, tokens, begin, num, out, out_step, memory):  # type: ignore[no-untyped-def]
-    """Add some columns of gate and up of an expert, for the normed states of some tokens.
-
-    Args:
-        g, of: the job, and the experts' row.
-        tokens: numbers of the tokens.
-        begin: number of the expert, and of the first column.
-        num: number of columns.
-        out, out_step: address of the sums, and bytes from one row to the next.
-        memory: memory for DEPTH numbers of each of these states, and DEPTH more, or STRIP + 16 if
-            weights are packed.
-    """
-    size, (expert, column), format_ = g[w.HIDDEN], begin, of[w.OF_STACKS]
-    whole, width = 2 * of[w.EXPERT_INNER], 4 if format_ == FLOAT32 else 2
-    first = of[w.EXPERT_GATE_UP] + width * size * whole * expert
-    part, row_in_part = divmod(column, of[w.EXPERT_INNER])  # gate and up
-    for k in range(0, size, DEPTH):
-        depth = min(DEPTH, size - k)
-        for number in range(len(tokens)):
-            row = _row(g[w.NORMED] + 4 * (size * tokens[number] + k), depth)
-            _copy(row, _row(memory + 4 * DEPTH * number, depth))
-        x, rest = (memory, 4 * DEPTH, len(tokens)), memory + 4 * DEPTH * len(tokens)
-        if of[w.LIES] & w.LIE_ACROSS:
-            weights = first + width * (whole * k + column), width * whole, num
-            _add_across(g, format_, x, weights, (out, out_step), depth, rest)
-        elif of[w.GATE_PACKED] != 0:
-            packed, row_bytes = (of[w.GATE_PACKED + part], k, size), of[w.GATE_ROW + part]
-            if of[w.EXPERT_UP] == 0:  # rows of gate and up are one stack
-                address = of[w.EXPERT_GATE_UP] + row_bytes * (whole * expert + column)
-            else:
-                address = of[w.EXPERT_UP] if part == 1 else of[w.EXPERT_GATE_UP]
-                address += row_bytes * (of[w.EXPERT_INNER] * expert + row_in_part)
-            _add_packed(packed, x, (address, row_bytes, num), (out, out_step), depth, rest)
-        else:
-            weights = first + 4 * (size * column + k), 4 * size, num
-            add_products(g, x, weights, (out, out_step), depth)
-
-
-@compiled
-def _add_biases(address, start, rows, num):  # type: ignore[no-untyped-def]
-    """Add biases from `start` on to rows of sums, if these have an address."""
-    out, out_step, num_rows = rows
-    for row in range(num_rows if address != 0 else 0):
-        numbers, biases = _row(out + out_step * row, num), _row(address + 4 * start, num)
-        for i in range(num):
-            numbers[i] += biases[i]
-
-
-@compiled
 def _inner_at_once(g, of, num_hit, num_rows):  # type: ignore[no-untyped-def]
     """Return the inner states in a piece of an expert that has so many rows."""
     most = _MOST_COLUMNS // 2
@@ -1021,7 +916,7 @@ def _inner_at_once(g, of, num_hit, num_rows):  # type: ignore[no-untyped-def]
 @inlined
 def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     """Write the inner states of all choices, expert by expert."""
-    inner, lies = of[w.EXPERT_INNER], of[w.LIES]
+    size, inner, alternate = g[w.HIDDEN], of[w.EXPERT_INNER], of[w.LIES] & w.ALTERNATE
     num_hit, ends, tokens, _, scratch = _grouped(g, of, scratch)
     piece, num_before, num_done = take(phase, 1), 0, 0
     # A late thread may have grouped the choices of the next layer: the first one tells all others
@@ -1036,74 +931,44 @@ def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     wait_within(g, phase + 64, 0, 1)
     num_all = look(phase + 128)
     for expert in range(len(ends) - 1 if piece < num_all else 0):
-        first, until = ends[expert], ends[expert + 1]
-        num_rows = until - first
+        first, num_rows = ends[expert], ends[expert + 1] - ends[expert]
         step = _inner_at_once(g, of, num_hit, num_rows)
         num_pieces, out_step = -(-inner // step), 8 * step
-        memory = scratch + out_step * (num_rows + 1)
+        results = scratch + 4 * size * num_rows  # behind the states of the expert's tokens
         while num_rows > 0 and piece < num_before + num_pieces:
             start = (piece - num_before) * step
             num = min(step, inner - start)
-            wide = _row(scratch + out_step * num_rows, num)
             for row in range(num_rows):
-                _fill(_row(scratch + out_step * row, 2 * step), _F(0))
-            for part in range(1 if lies & w.ALTERNATE else 2):  # both, or gate and up
-                column, columns = part * inner + start, num
-                if lies & w.ALTERNATE:
-                    column, columns = 2 * start, 2 * num
-                out, begin = scratch + out_step // 2 * part, (expert, column)
-                _add_gathered(g, of, tokens[first:until], begin, columns, out, out_step, memory)
-                start_of_bias, rows = 2 * inner * expert + column, (out, out_step, num_rows)
-                _add_biases(of[w.GATE_UP_BIAS], start_of_bias, rows, columns)
+                states = _row(g[w.NORMED] + 4 * size * tokens[first + row], size)
+                _copy(states, _row(scratch + 4 * size * row, size))
+            for part in range(1 if alternate else 2):  # both, or gate and up
+                word = w.EXPERT_UP if part else w.EXPERT_GATE
+                product, out = of[word : word + w.PRODUCT_SIZE], results + out_step // 2 * part
+                column, columns = (2 * start, 2 * num) if alternate else (start, num)
+                begin = product[w.NUM_COLUMNS] * expert + column
+                x = scratch, size, num_rows
+                _multiply(g, *x, product, begin, begin + columns, out, out_step)
+                begin = inner * (2 * expert + part) + column
+                _add_biases(of[w.GATE_UP_BIAS], begin, (out, out_step), num_rows, columns)
+            wide = _row(results + out_step * num_rows, num)
+            beside = results + out_step * (num_rows + 1)
             for row in range(num_rows):
-                gate = _row(scratch + out_step * row, num)
-                up = _row(scratch + out_step * row + out_step // 2, num)
-                if lies & w.ALTERNATE:
-                    both = _row(scratch + out_step * row, 2 * num)
+                gate = _row(results + out_step * row, num)
+                up = _row(results + out_step * row + out_step // 2, num)
+                if alternate:
+                    both = _row(results + out_step * row, 2 * num)
                     for i in range(num):
                         gate[i], wide[i] = both[2 * i], both[2 * i + 1]
                     _copy(wide, up)
-                given = numba.carray(pointer(memory), (4,), np.int64)
+                given = numba.carray(pointer(beside), (4,), np.int64)
                 given[0], given[1], given[2] = num, gate.ctypes.data, up.ctypes.data
                 given[3] = gate.ctypes.data
-                call_with((of[w.GATING], memory))
+                call_with((of[w.GATING], beside))
                 _copy(gate, _row(g[w.OF_EXPERTS] + 4 * (inner * (first + row) + start), num))
             num_done += 1
             piece = take(phase, 1)
         num_before += num_pieces if num_rows > 0 else 0
     end(g, phase, num_done, num_all)
-
-
-@compiled
-def _add_out_of_expert(g, of, expert, choices, start, num, out, totals):  # type: ignore[no-untyped-def]
-    """Write some columns of an expert's results, float32 [choices, num].
-
-    Args:
-        g, of, expert: the job, the experts' row, and the expert's number.
-        choices: the first of its choices, and the one behind the last.
-        start, num: the first column, and the number of columns.
-        out: address of the results, which are zeros.
-        totals: memory for BLOCK numbers and one for each choice, or STRIP + 16 of packed weights.
-    """
-    size, inner, format_, (first, until) = g[w.HIDDEN], of[w.EXPERT_INNER], of[w.OF_STACKS], choices
-    width, rows = 4 if format_ == FLOAT32 else 2, (out, 4 * num, until - first)
-    weight = of[w.EXPERT_DOWN] + width * size * inner * expert
-    if of[w.LIES] & w.LIE_ACROSS:
-        x = g[w.OF_EXPERTS] + 4 * inner * first, 4 * inner, until - first
-        weights = weight + width * start, width * size, num
-        _add_across(g, format_, x, weights, (out, 4 * num), inner, totals)
-    elif of[w.DOWN_PACKED] != 0:
-        weight = of[w.EXPERT_DOWN] + of[w.DOWN_ROW] * (size * expert + start)
-        for k in range(0, inner, DEPTH):
-            x = g[w.OF_EXPERTS] + 4 * (inner * first + k), 4 * inner, until - first
-            packed, weights = (of[w.DOWN_PACKED], k, inner), (weight, of[w.DOWN_ROW], num)
-            _add_packed(packed, x, weights, (out, 4 * num), min(DEPTH, inner - k), totals)
-    else:
-        for k in range(0, inner, DEPTH):
-            x = g[w.OF_EXPERTS] + 4 * (inner * first + k), 4 * inner, until - first
-            weights = weight + 4 * (start * inner + k), 4 * inner, num
-            add_products(g, x, weights, (out, 4 * num), min(DEPTH, inner - k))
-    _add_biases(of[w.DOWN_BIAS], size * expert + start, rows, num)
 
 
 @inlined
@@ -1112,23 +977,22 @@ def _run_out_of_experts(g, phase, layer, of, scratch):  # type: ignore[no-untype
 
     The results are added in the order of the token's choices, so other tokens change no bit.
     """
-    size, num_chosen = g[w.HIDDEN], of[w.NUM_CHOSEN]
+    size, inner, num_chosen = g[w.HIDDEN], of[w.EXPERT_INNER], of[w.NUM_CHOSEN]
+    down = of[w.EXPERT_DOWN : w.EXPERT_DOWN + w.PRODUCT_SIZE]
     _, ends, _, slots, scratch = _grouped(g, of, scratch)
     num_rows = len(slots)
     most = _MOST_COLUMNS if num_rows <= _FEW_CHOICES else _UNIT
     if of[w.LIES] & w.LIE_ACROSS:
         most = max(most, _WIDE // num_rows // _UNIT * _UNIT)
     step = _share(size, g[w.NUM_THREADS], _UNIT, most)
-    start, num_done = take(phase, step), 0
-    while start < size:
-        num = min(step, size - start)
-        totals = scratch + 4 * num * (num_rows + 1)
-        _fill(_row(scratch, num * num_rows), _F(0))
-        for expert in range(len(ends) - 1):
+    for start, stop in pieces(g, phase, size, step):
+        num = stop - start
+        for expert in range(len(ends) - 1):  # behind its results is memory of later ones
             first, until = ends[expert], ends[expert + 1]
             if first < until:
-                out, choices = scratch + 4 * num * first, (first, until)
-                _add_out_of_expert(g, of, expert, choices, start, num, out, totals)
+                x = g[w.OF_EXPERTS] + 4 * inner * first, inner, until - first
+                begin, out = size * expert + start, scratch + 4 * num * first
+                _multiply(g, *x, down, begin, begin + num, out, 4 * num)
         for token in range(g[w.NUM_TOKENS]):
             sums = _row(scratch + 4 * num * num_rows, num)
             _fill(sums, _F(0))
@@ -1147,9 +1011,6 @@ def _run_out_of_experts(g, phase, layer, of, scratch):  # type: ignore[no-untype
                 for i in range(num):
                     sums[i] = sums[i] + added[i]
             _copy(sums, added)
-        num_done += num
-        start = take(phase, step)
-    end(g, phase, num_done, size)
 
 
 @job
@@ -1160,7 +1021,8 @@ def run_experts(address: Any) -> None:
     if step == 8:
         _score_experts(g, phase, of, scratch)
     elif step == 9:
-        _choose_experts(g, phase, of, scratch)
+        for token, _ in pieces(g, phase, g[w.NUM_TOKENS], 1):
+            _choose(g, of, token, scratch)
     elif step == 10:
         _run_into_experts(g, phase, of, scratch)
     else:
@@ -1238,6 +1100,7 @@ def run_forward(address: Any) -> None:
 
 def scratch_size(
     num_tokens: int,
+    hidden: int = 0,
     head_size: int = 0,
     between: int = 0,
     num_experts: int = 0,
@@ -1254,7 +1117,8 @@ def scratch_size(
     of_products += STRIP + 16
     num_choices, of_experts = num_tokens * num_chosen, 0
     if num_experts > 0:
-        of_inner = (num_tokens + 1) * (_MOST_COLUMNS + DEPTH) + 2 * _WIDE
+        of_inner = num_tokens * hidden + (num_tokens + 2) * _MOST_COLUMNS + 3 * _WIDE
+        of_inner += STRIP + 16
         of_results = max((num_choices + 1) * _UNIT, (_FEW_CHOICES + 1) * _MOST_COLUMNS)
         of_results += BLOCK + num_tokens + 2 * _WIDE
         of_experts = 5 * (num_experts + 1) + 4 * num_choices + max(of_inner, of_results)

@@ -30,9 +30,8 @@ from lade.forward._tiles import (
     compiled,
     inlined,
     job,
-    take,
 )
-from lade.forward._workers import end, wait_within
+from lade.forward._workers import pieces
 
 _F = np.float32
 
@@ -53,8 +52,8 @@ def _turn(g, of, rank, token, row, target, scratch):  # type: ignore[no-untyped-
 def _write_latents(g, phase, layer, of, parts, caches, scratch):  # type: ignore[no-untyped-def]
     """Write latents and keys into the cache, and what queries are made of."""
     num, rank, size = g[w.NUM_TOKENS], layer[w.HEAD_SIZE], of[w.TURNING]
-    token, num_done, part = take(phase, 1), 0, 0
-    while token < num:
+    part = 0
+    for token, _ in pieces(g, phase, num, 1, True):
         while token >= parts[part, w.FIRST] + parts[part, w.NUM_NEW]:
             part += 1
         slot = caches[part, w.NUM_KEYS] - parts[part, w.NUM_NEW] + token - parts[part, w.FIRST]
@@ -64,9 +63,6 @@ def _write_latents(g, phase, layer, of, parts, caches, scratch):  # type: ignore
         mixed = g[w.MIXED] + 4 * layer[w.MIXED_SIZE] * (token + 1)
         target = caches[part, w.VALUES] + 4 * size * slot
         _turn(g, of, rank, token, mixed - 4 * size, target, scratch)
-        num_done += 1
-        token = take(phase, 1)
-    wait_within(g, phase, num_done, num)
 
 
 @inlined
@@ -77,8 +73,8 @@ def _write_queries(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def
     size, num_inputs = straight + turning, layer[w.MIXED_SIZE] - rank - turning
     format_, step = of[w.OF_EXPAND], 4 * num_heads * (rank + turning)
     width = 4 if format_ == FLOAT32 else 2
-    beside, head, num_done = scratch + 4 * size * num, take(phase, 1), 0
-    while head < num_heads:
+    beside = scratch + 4 * size * num
+    for head, _ in pieces(g, phase, num_heads, 1):
         if of[w.SECOND_QUERY + w.WEIGHT] != 0:
             given = g[w.NORMED], num_inputs, num
             of_query, first = of[w.SECOND_QUERY : w.EXPAND], size * head
@@ -96,9 +92,6 @@ def _write_queries(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def
         weights = of[w.EXPAND + w.WEIGHT] + of_head, width * rank, rank
         x = scratch, 4 * size, num
         _add_across(g, format_, x, weights, (target, step), straight, beside)
-        num_done += 1
-        head = take(phase, 1)
-    end(g, phase, num_done, num_heads)
 
 
 @inlined
@@ -107,8 +100,8 @@ def _write_values(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def]
     num, rank, size = g[w.NUM_TOKENS], layer[w.HEAD_SIZE], of[w.EXPANDED]
     num_heads, of_expand = layer[w.NUM_HEADS], of[w.EXPAND : w.EXPAND + w.PRODUCT_SIZE]
     step = 4 * num_heads * (rank + of[w.TURNING])
-    out, head, num_done = scratch + 4 * rank * num, take(phase, 1), 0
-    while head < num_heads:
+    out = scratch + 4 * rank * num
+    for head, _ in pieces(g, phase, num_heads, 1):
         for token in range(num):
             got = g[w.QUERIES] + step * token + 4 * (rank + of[w.TURNING]) * head
             _copy(_row(got, rank), _row(scratch + 4 * rank * token, rank))
@@ -117,9 +110,6 @@ def _write_values(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def]
         for token in range(num):
             target = 4 * (layer[w.ATTENDED_SIZE] * token + size * head)
             _copy(_row(out + 4 * size * token, size), _row(g[w.ATTENDED] + target, size))
-        num_done += 1
-        head = take(phase, 1)
-    end(g, phase, num_done, num_heads)
 
 
 @job

@@ -26,8 +26,8 @@ from lade.forward._kernels import (
     described,
     given_to_job,
 )
-from lade.forward._tiles import compiled, inlined, job, pointer, take
-from lade.forward._workers import end, wait_within
+from lade.forward._tiles import compiled, inlined, job, pointer
+from lade.forward._workers import pieces
 
 _F = np.float32
 _EPS = _F(1e-6)  # of the length of queries and keys
@@ -56,9 +56,8 @@ def _convolve_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignor
     """
     num_keys, of_key = of[w.KEY_HEADS], of[w.KEY_SIZE]
     num_values, of_value, taps = of[w.VALUE_HEADS], of[w.VALUE_SIZE], layer[w.TAPS]
-    num_heads, num_done, head = 2 * num_keys + num_values, 0, take(phase, 1)
-    all_keys = num_keys * of_key
-    while head < num_heads:
+    num_heads, all_keys = 2 * num_keys + num_values, num_keys * of_key
+    for head, _ in pieces(g, phase, num_heads, 1):
         kind = min(head // num_keys, 2)
         number, num = head - kind * num_keys, of_value if kind == 2 else of_key
         start = of[w.CHANNELS + kind] + number * num
@@ -85,9 +84,6 @@ def _convolve_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignor
                     first = _kept_size(of) * slot + (all_keys if kind == 2 else 0)
                     target = cache[w.VALUES] + 4 * (first + number * num)
                 _copy(sums, _row(target, num))
-        num_done += 1
-        head = take(phase, 1)
-    end(g, phase, num_done, num_heads)
 
 
 @compiled
@@ -199,9 +195,8 @@ def _run_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignore[no-
     sharing, all_keys = num_heads // of[w.KEY_HEADS], of[w.KEY_HEADS] * size
     state = numba.carray(pointer(scratch), (size, num), np.float32)
     whole, memory = _row(scratch, size * num), scratch + 4 * size * num
-    change, num_done, num_all = _row(memory, num), 0, num_heads * g[w.NUM_PARTS]
-    is_delta, piece = of[w.IS_DELTA] != 0, take(phase, 1)
-    while piece < num_all:
+    change, is_delta, goes_on = _row(memory, num), of[w.IS_DELTA] != 0, of[w.NUM_NORMED] > 1
+    for piece, _ in pieces(g, phase, num_heads * g[w.NUM_PARTS], 1, goes_on):
         part, head = divmod(piece, num_heads)
         cache, first_new = caches[part], caches[part, w.NUM_KEYS] - parts[part, w.NUM_NEW]
         _copy(_row(cache[w.STATE] + 4 * size * num * head, size * num), whole)
@@ -220,24 +215,15 @@ def _run_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignore[no-
             _advance(state, key, value, gates, change, is_delta)
             if slot >= first_new:
                 _give(g, layer, of, head, token, state, value, change)
-                if of[w.NUM_NORMED] == 1:
+                if not goes_on:
                     _write_results(g, layer, of, token, head, memory)
         if cache[w.UNTIL] == cache[w.NUM_KEYS]:
             _copy(whole, brought)
-        num_done += 1
-        piece = take(phase, 1)
-    if of[w.NUM_NORMED] == 1:
-        end(g, phase, num_done, num_all)
-    else:
-        wait_within(g, phase, num_done, num_all)
-        num_norms, num_done = num_heads // of[w.NUM_NORMED], 0
-        num_all, piece = num_norms * g[w.NUM_TOKENS], take(phase + 128, 1)
-        while piece < num_all:
+    if goes_on:
+        num_norms = num_heads // of[w.NUM_NORMED]
+        for piece, _ in pieces(g, phase + 128, num_norms * g[w.NUM_TOKENS], 1):
             token, number = divmod(piece, num_norms)
             _write_results(g, layer, of, token, of[w.NUM_NORMED] * number, scratch)
-            num_done += 1
-            piece = take(phase + 128, 1)
-        end(g, phase + 128, num_done, num_all)
 
 
 @job

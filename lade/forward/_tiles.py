@@ -83,15 +83,24 @@ def pointer(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, ir.IntType(8).as_pointer())
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def take(typing_context: Any, address: Any, number: Any) -> Any:
-    """Add to an integer that threads share, after all earlier writes; return its old value."""
+def changing(operation: str) -> Any:
+    """Return a function that changes a shared integer by another one and returns the old value.
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address = builder.inttoptr(arguments[0], _INT64.as_pointer())
-        return builder.atomic_rmw("add", address, arguments[1], "seq_cst")
+    It does so after all earlier writes.
+    """
 
-    return types.int64(types.int64, types.int64), generate
+    @intrinsic  # type: ignore[untyped-decorator]
+    def change(typing_context: Any, address: Any, number: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            address = builder.inttoptr(arguments[0], _INT64.as_pointer())
+            return builder.atomic_rmw(operation, address, arguments[1], "seq_cst")
+
+        return types.int64(types.int64, types.int64), generate
+
+    return change
+
+
+take = changing("add")
 
 
 @instruction(types.void)

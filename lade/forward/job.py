@@ -74,6 +74,7 @@ from lade.targets.rows import MOST_AT_ONCE
 # Tokens of the forwards by which it is found out whether jobs are faster; as a machine may be busy,
 # the model's own have to be so much faster.
 _TRIED, _CLEAR = (1, 8), 0.8
+_PACKED = "its weights are packed in a way that jobs do not read"
 #: Prompts of more tokens run by the model's own forwards if it has recurrences.
 MANY_TOKENS = 64
 _GIVEN = {
@@ -824,8 +825,8 @@ class _Weights:
                 word = words.PRODUCT_SIZE * index
                 row[word + words.FIRST_ADDED] = num_added
                 if product is not None:
-                    row[word + words.NUM_COLUMNS] = product.num
                     self._add_matrix(number, word, product.module, product.first)
+                    row[word + words.NUM_COLUMNS] = product.num
                     for added in product.added:
                         of_added = self._end + 1 + num_added
                         self._add_addition(of_added, added, product.first, between)
@@ -862,7 +863,6 @@ class _Weights:
             bounds.append(len(self._slots))
         last = self._rows[self._end]
         last[0] = self._add_rows(plan.last, _steps_of(plan.layers[0], sizes))
-        last[1 + words.NUM_COLUMNS] = plan.head.out_features
         self._add_matrix(self._end, 1, plan.head)
         self._table = np.stack(self._rows)
         first_of, num = dict[int, int](), 0
@@ -934,19 +934,13 @@ class _Weights:
         require(type(added.second) is nn.Linear, "what is added to a product is packed")
         self._add_matrix(number, 0, added.first)
         self._add_matrix(number, words.SECOND, added.second, column)
-        row[words.NUM_COLUMNS], row[words.START] = added.first.out_features, start
+        row[words.START] = start
         row[words.TIMES] = _bits(added.times)
 
     def _add_experts(self, number: int, plan: ExpertsPlan) -> None:
         row, routing = self._rows[number], plan.routing
-        row[words.ROUTER + words.NUM_COLUMNS] = len(plan.router.weight)
-        if isinstance(plan.router, nn.Linear):
-            self._add_matrix(number, words.ROUTER, plan.router)
-        else:
-            self._add(number, words.ROUTER + words.WEIGHT, plan.router, "weight")
-            self._add(number, words.ROUTER + words.BIAS, plan.router, "bias")
+        self._add_matrix(number, words.ROUTER, plan.router)
         if plan.shared_gate is not None:
-            row[words.SHARED_GATE + words.NUM_COLUMNS] = 1
             self._add_matrix(number, words.SHARED_GATE, plan.shared_gate)
         row[words.NUM_CHOSEN], row[words.WEIGHS] = plan.num_chosen, routing.weighs
         row[words.ROUTING], row[words.SHARE] = routing.flags, _bits(routing.share)
@@ -955,52 +949,30 @@ class _Weights:
         row[words.EXPERT_INNER] = plan.inner
         if plan.correction is not None:
             self._add(number, words.CORRECTION, *plan.correction)
-        row[words.LIES] = plan.lies
         row[words.GATING] = _columns_of(ColumnsPlan(plan.gating.text, 2, ()))
-        held = vars(plan.module)
-        if type(held.get(STACKS[0])) is PackedStack:
-            self._add_packed_experts(number, plan, [held[name] for name in STACKS[:2]])
-            return
-        first_words = words.EXPERT_GATE_UP, words.EXPERT_DOWN, words.GATE_UP_BIAS, words.DOWN_BIAS
-        for word, name in zip(first_words, STACKS, strict=True):
-            self._add(number, word, plan.module, name)
+        self._add_stacks(number, plan)
 
-    def _add_packed_experts(
-        self, number: int, plan: ExpertsPlan, stacks: list[PackedStack]
-    ) -> None:
-        row, module = self._rows[number], plan.module
-        of_parts = words.EXPERT_GATE_UP, words.EXPERT_UP, words.EXPERT_DOWN
-        if stacks[0].is_one:  # as the model stores it, in 16 bits
-            for word, index, name, stack in zip(
-                of_parts[::2], (0, 2), PARTS[:3:2], stacks, strict=True
-            ):
-                weight = stack.parts[0]
-                if plan.lies & words.LIE_ACROSS:
-                    row[words.OF_STACKS] = FORMATS[weight.dtype]
-                else:
-                    self._pack_experts(row, index, stack.blocks[0], stack.ggml_types[0])
-                self._add(number, word, module, name, weight.dtype)
-            row[words.GATE_PACKED + 1] = row[words.GATE_PACKED]
-            row[words.GATE_ROW + 1] = row[words.GATE_ROW]
-            biases: tuple[str, ...] = STACKS[2:]
-        else:
-            parts = (
-                pair for each in stacks for pair in zip(each.parts, each.ggml_types, strict=True)
-            )
-            for index, (part, format_) in enumerate(parts):
-                self._pack_experts(row, index, part, format_)
-            row[words.LIES] = 0  # as files have gate and up, whatever the module wants
-            for word, name in zip(of_parts, PARTS[:3], strict=True):
-                self._add(number, word, module, name, torch.uint8)
-            biases = PARTS[3], STACKS[3]
-        for word, name in zip((words.GATE_UP_BIAS, words.DOWN_BIAS), biases, strict=True):
+    def _add_stacks(self, number: int, plan: ExpertsPlan) -> None:
+        """Describe gate, up and down of all experts, each as one product."""
+        module, inner, row = plan.module, plan.inner, self._rows[number]
+        names: tuple[str, ...] = STACKS[:2]
+        biases, formats = STACKS[2:], list[int | None]((None, None))
+        stacks: list[Any] = [vars(module).get(name) for name in names]
+        if type(stacks[0]) is PackedStack:
+            formats = [each for stack in stacks for each in stack.ggml_types]
+            names = PARTS[: 3 : 4 - len(formats)]
+        if len(names) == 2:  # gate and up are one stack
+            names, formats, row[words.LIES] = (names[0], *names), [formats[0], *formats], plan.lies
+        else:  # as files have them, whatever the module wants
+            inner, biases = 0, (PARTS[3], STACKS[3])
+        of_words = words.EXPERT_GATE, words.EXPERT_UP, words.EXPERT_DOWN
+        of_biases = words.GATE_UP_BIAS, words.EXPERT_DOWN + words.BIAS
+        across = bool(row[words.LIES] & words.LIE_ACROSS)
+        firsts = 0, inner, 0
+        for word, name, format_, first in zip(of_words, names, formats, firsts, strict=True):
+            self._add_weight(number, word, module, name, format_, across, first)
+        for word, name in zip(of_biases, biases, strict=True):
             self._add(number, word, module, name)
-
-    def _pack_experts(self, row: Any, index: int, part: Tensor, format_: int) -> None:
-        function = function_of(part[0], format_)
-        require(function is not None, "its experts are in a format that jobs do not read")
-        row[words.GATE_PACKED + index] = function.address  # type: ignore[union-attr]
-        row[words.GATE_ROW + index] = part.shape[2]
 
     def _add_recurrence(self, number: int, plan: RecurrencePlan) -> None:
         row = self._rows[number]
@@ -1018,7 +990,6 @@ class _Weights:
         if plan.query is not None:
             products[words.SECOND_QUERY] = plan.query
         for word, product in products.items():
-            row[word + words.NUM_COLUMNS] = product.num
             self._add_matrix(number, word, product.module)
         expand: Any = plan.expand.module.weight
         require(expand.dtype in FORMATS, "what latents are expanded by is in blocks")
@@ -1027,27 +998,41 @@ class _Weights:
         row[words.ATTEND] = compiled.run_attention().address
 
     def _add_matrix(self, number: int, word: int, module: Any, column: int = 0) -> None:
-        """Add weight and bias of a linear layer, from one of its columns on."""
-        if type(module) is PackedLinear:
-            function = function_of(module.blocks, module.ggml_type)
-            half, of_row = module.half_head, module.blocks.shape[1]
-            require(
-                function is not None and not (column and half), "its weights are packed otherwise"
-            )
-            packed = function.address, of_row, half  # type: ignore[union-attr]
-            self._rows[number][word + words.PACKED : word + words.HALF + 1] = packed
-            start, dtype = column * of_row, module.weight.dtype
-        elif isinstance(module, Conv1D):
-            packed_as = type(module) is PackedConv1D
-            dtype = module.weight.dtype if packed_as else torch.float32
-            require(dtype in FORMATS, "its weights are packed otherwise")
-            self._rows[number][word + words.ACROSS] = module.nf * dtype.itemsize
-            self._rows[number][word + words.ROW_BYTES] = FORMATS[dtype]
-            start = column * dtype.itemsize
-        else:
-            start, dtype = 4 * column * module.in_features, torch.float32
-        self._add(number, word, module, "weight", dtype, start)
+        """Describe a linear layer, from one of its columns on."""
+        is_packed = isinstance(module, PackedLinear | PackedConv1D)
+        half, format_ = getattr(module, "half_head", 0), module.ggml_type if is_packed else None
+        require(not (column and half), _PACKED)
+        of_weight = format_, isinstance(module, Conv1D), column
+        self._add_weight(number, word, module, "weight", *of_weight)
+        self._rows[number][word + words.HALF] = half
         self._add(number, word + words.BIAS, module, "bias", start=4 * column)
+
+    def _add_weight(
+        self, number: int, word: int, module: nn.Module, name: str, *of_weight: Any
+    ) -> None:
+        """Describe a matrix, or a stack of matrices whose columns count one after another.
+
+        Args:
+            number, word: where the product's words begin.
+            module, name: the weight.
+            of_weight: GGML's number of the weight's format, or None if it is not packed; whether it
+                lies input by input; the first column.
+        """
+        format_, across, column = of_weight
+        weight: Any = module._parameters[name]
+        row, of_row = self._rows[number][word:], weight.shape[-1] * weight.itemsize
+        dtype, start = torch.float32 if format_ is None else weight.dtype, column * of_row
+        row[words.NUM_COLUMNS] = weight.shape[-1 if across else -2]
+        if across:
+            require(dtype in FORMATS, _PACKED)
+            row[words.ACROSS], row[words.ROW_BYTES] = of_row, FORMATS[dtype]
+            start = column * dtype.itemsize
+        elif format_ is not None:
+            function = function_of(weight.detach().view(torch.uint8).flatten(0, -2), format_)
+            require(function is not None, _PACKED)
+            assert function is not None
+            row[words.PACKED], row[words.ROW_BYTES] = function.address, of_row
+        self._add(number, word, module, name, dtype, start)
 
     def _add(
         self,
@@ -1174,8 +1159,8 @@ class _Workspace:
         self._num_tokens, self._num_threads = num_tokens, num_threads
         hidden, chosen = sizes.hidden, sizes.num_chosen
         scratch = kernels.scratch_size(
-            *(num_tokens, sizes.head_size, sizes.between, sizes.num_experts, chosen, sizes.taps),
-            *(sizes.of_recurrence, sizes.of_latents, sizes.of_rows),
+            *(num_tokens, hidden, sizes.head_size, sizes.between, sizes.num_experts, chosen),
+            *(sizes.taps, sizes.of_recurrence, sizes.of_latents, sizes.of_rows),
         )
         # torch aligns memory to cache lines, so two threads never write to one line.
         self._memory = {

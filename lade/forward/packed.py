@@ -109,13 +109,8 @@ class PackedLinear(_Packed, nn.Linear):
         return f"{super().extra_repr()}, format={words.BLOCKS[self.ggml_type][0]}"
 
 
-class PackedConv1D(Conv1D):  # type: ignore[misc]
+class PackedConv1D(_Packed, Conv1D):  # type: ignore[misc]
     """A layer of GPT-2 whose weight is in 16 bits [in_features, out_features]."""
-
-    @property
-    def computes_in(self) -> torch.dtype:
-        """The dtype of its results."""
-        return torch.float32
 
     def forward(self, x: Tensor) -> Tensor:
         """Return float32 sums [..., out_features]."""

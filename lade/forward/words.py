@@ -96,16 +96,13 @@ MOST_PLACES = (LAYER_SIZE - PLACES) // 3
 # the scale of the result, and its first number in a row of BETWEEN.
 SECOND = PRODUCT_SIZE
 TIMES, START = range(SECOND + 2, SECOND + 4)
-# Experts: the router, and the gate of the shared expert, as products; codes for the choice and the
-# factors of results; the address of the correction of scores; the format of stacked weights that
-# lie input by input; addresses of the stacks: gate and up together, and down; of their biases; how
-# the weights lie; the address of what is compiled for gate and up (`experts.GatingPlan`).
-ROUTER, SHARED_GATE = 0, PRODUCT_SIZE
-(NUM_CHOSEN, WEIGHS, ROUTING, SHARE, NUM_SETS, NUM_SETS_CHOSEN, CORRECTION) = range(18, 25)
-(OF_STACKS, EXPERT_GATE_UP, EXPERT_DOWN, EXPERT_INNER) = range(25, 29)
-(GATE_UP_BIAS, DOWN_BIAS, LIES, GATING, ADDED_TO_SUM) = range(29, 34)
-# Of packed experts, up has an address of its own, or 0; of gate, up and down, PACKED and ROW_BYTES.
-EXPERT_UP, GATE_PACKED, DOWN_PACKED, GATE_ROW, DOWN_ROW = 34, 35, 37, 38, 40
+# Experts: as products, the router, the gate of the shared expert, and gate, up and down, whose
+# columns are those of all experts, and NUM_COLUMNS those of one; codes for the choice and the
+# factors of results; the address of the correction of scores; of biases of gate and up; how the
+# weights lie; what becomes of gate and up (`experts.GatingPlan`).
+ROUTER, SHARED_GATE, EXPERT_GATE, EXPERT_UP, EXPERT_DOWN = range(0, 45, PRODUCT_SIZE)
+(NUM_CHOSEN, WEIGHS, ROUTING, SHARE, NUM_SETS, NUM_SETS_CHOSEN, CORRECTION) = range(45, 52)
+(EXPERT_INNER, GATE_UP_BIAS, LIES, GATING, ADDED_TO_SUM) = range(52, 57)
 # Attention to latents: what makes queries of the normed columns of the layer's first product, or no
 # product if these are queries; what makes each head's key, without angles, and value of latents;
 # numbers of such a key, of a turned one, and of a value; address of what attends; EXPAND's format.
