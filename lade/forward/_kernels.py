@@ -950,21 +950,10 @@ def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
                 _multiply(g, *x, product, begin, begin + columns, out, out_step)
                 begin = inner * (2 * expert + part) + column
                 _add_biases(of[w.GATE_UP_BIAS], begin, (out, out_step), num_rows, columns)
-            wide = _row(results + out_step * num_rows, num)
-            beside = results + out_step * (num_rows + 1)
             for row in range(num_rows):
-                gate = _row(results + out_step * row, num)
-                up = _row(results + out_step * row + out_step // 2, num)
-                if alternate:
-                    both = _row(results + out_step * row, 2 * num)
-                    for i in range(num):
-                        gate[i], wide[i] = both[2 * i], both[2 * i + 1]
-                    _copy(wide, up)
-                given = numba.carray(pointer(beside), (4,), np.int64)
-                given[0], given[1], given[2] = num, gate.ctypes.data, up.ctypes.data
-                given[3] = gate.ctypes.data
-                call_with((of[w.GATING], beside))
-                _copy(gate, _row(g[w.OF_EXPERTS] + 4 * (inner * (first + row) + start), num))
+                gate, out = results + out_step * row, inner * (first + row) + start
+                up = gate + 4 if alternate else gate + out_step // 2
+                call_compiled((of[w.GATING], num, gate, up, g[w.OF_EXPERTS] + 4 * out))
             num_done += 1
             piece = take(phase, 1)
         num_before += num_pieces if num_rows > 0 else 0

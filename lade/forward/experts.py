@@ -4,15 +4,12 @@ Five tokens show little of a router and of experts. So they are asked about othe
 must choose the same experts for all of them, and compute the same of large states as of small ones.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.functional import linear
 
 from lade.forward import words
@@ -20,18 +17,14 @@ from lade.forward.comparing import (
     UnsupportedForwardError,
     difference,
     is_near,
-    only,
     require,
-    tolerance,
 )
-from lade.forward.operators import number
+from lade.forward.programs import Columns, Rows, Writer
+from lade.forward.trace import Trace, Value
 
 # Made-up tokens that a router is asked about, and how much larger half of them are: so large that
 # a softmax of all scores loses what decides between the lower ones.
 _NUM_ASKED, _LARGER = 256, 64.0
-# Made-up tokens that an expert is asked about, for each size of its gates, and columns of its
-# results that are compared. Real gates are of these sizes; a bound is asked about with larger ones.
-_FEW_ASKED, _FEW_COLUMNS, _SIZES, _BEYOND = 2, 16, (1.0, 8.0, 64.0), 4.0
 _MOST_SORTED = 17  # `_experts.select`
 _ADDED = 0.0, 1e-20, 1e-12, 1e-9, 1e-6  # to a sum, so that nothing is divided by 0
 _WAYS = (  # scores that weigh the choices, and whether raw scores choose the experts
@@ -59,50 +52,6 @@ class RoutingPlan(NamedTuple):
     added: float = 0.0  # to the sum that divides them; of `_mixed`, how far apart scores may be
 
 
-#: Activations of gates, by what compiled code calls them.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_by_tanh": partial(functional.gelu, approximate="tanh"),
-    "relu": functional.relu,
-    "squared_relu": lambda x: functional.relu(x).square(),
-}
-SWISH = "swish"  # with a factor of the gate
-
-
-class GatingPlan(NamedTuple):
-    """What experts make of the columns of gate and up."""
-
-    activation: str  # of the gate
-    alpha: float  # factor of the gate within SWISH
-    bound: float  # of the gate from above, and of up on both sides
-    added: float  # to up
-
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return inner states."""
-        gate, up = gate.clamp(max=self.bound), up.clamp(-self.bound, self.bound)
-        if self.activation == SWISH:
-            return gate * torch.sigmoid(gate * self.alpha) * (up + self.added)
-        return ACTIVATIONS[self.activation](gate) * (up + self.added)
-
-    @property
-    def text(self) -> str:
-        """The same as source of a program of columns."""
-        gate, up = "a0[i]", "a1[i]"
-        if self.bound < math.inf:
-            bound = number(self.bound)
-            gate, up = f"at_most({gate}, {bound})", f"at_least(at_most({up}, {bound}), -{bound})"
-        ways = {
-            "relu": f"at_least({gate}, F(0))",
-            "squared_relu": f"square(at_least({gate}, F(0)))",
-        }
-        ways[SWISH] = f"{gate} * sigmoid({gate} * {number(self.alpha)})"
-        made = ways.get(self.activation, f"{self.activation}({gate})")
-        added = f"({up} + {number(self.added)})" if self.added else up
-        head = "def program(num, a0, a1, out):\n    for i in range(num):\n"
-        return f"{head}        out[i] = {made} * {added}\n"
-
-
 class ExpertsPlan(NamedTuple):
     """The experts of a layer."""
 
@@ -114,7 +63,7 @@ class ExpertsPlan(NamedTuple):
     routing: RoutingPlan
     num_chosen: int
     inner: int
-    gating: GatingPlan
+    gating: str  # source of a program of columns of gate and up
 
 
 class _Bias(NamedTuple):
@@ -165,9 +114,7 @@ def read_experts(
     chosen = next(each for each in given if each.dtype is torch.int64)
     states, shares = (each for each in given if each is not chosen)
     stack, routed = _stack_of(module, states.shape[1]), Routed(states, chosen, shares)
-    lies, gating = _gating(stack, call, routed)
-    is_same = is_near(_result(stack._replace(lies=lies), gating, routed), call.out)
-    require(is_same, f"{name} computes otherwise")
+    lies, gating = _traced(stack, call, routed)
     require(bool(calls[router][0].args), f"{type(router).__name__} is called otherwise")
     num, size = len(stack.weights[0]), states.shape[1]
     weighing = [each for each in router.modules() if _is_of(each, num, size)]
@@ -199,19 +146,10 @@ class _Stack(NamedTuple):
     inner: int
     lies: int
 
-    def split(self, made: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the columns of gate and of up."""
-        if self.lies & words.ALTERNATE:
-            return made[:, ::2], made[:, 1::2]
-        gate, up = made.chunk(2, dim=1)
-        return gate, up
-
-    def product(self, states: Tensor, which: int, expert: int, num: int | None = None) -> Tensor:
-        """Return the first columns of a product with one of an expert's weights."""
-        weight, bias = self.weights[which][expert], self.biases[which]
-        weight = (weight.T if self.lies & words.LIE_ACROSS else weight)[:num]
-        made = linear(states, weight)
-        return made if bias is None else made + bias[expert, :num]
+    def matrix(self, which: int, expert: int) -> Tensor:
+        """Return one of an expert's weights, [inputs, columns]."""
+        weight: Tensor = self.weights[which][expert]
+        return weight if self.lies & words.LIE_ACROSS else weight.T
 
 
 def _stack_of(module: Any, hidden: int) -> _Stack:
@@ -232,49 +170,50 @@ def _stack_of(module: Any, hidden: int) -> _Stack:
     return _Stack(module, (up, down), (biases[0], biases[1]), inner, lies)
 
 
-def _gating(stack: _Stack, call: Any, routed: Routed) -> tuple[int, GatingPlan]:
-    """Ask an expert about states; return how weights lie, and what becomes of gate and up."""
-    module, expert, shares = stack.module, int(routed.chosen[0, 0]), routed.shares
-    numbers = sorted({each for each in vars(module).values() if type(each) is float and each > 0})
-    activations = [(which, 1.0) for which in ACTIVATIONS]
-    activations += [(SWISH, each) for each in numbers if each != 1.0]  # that is SiLU
-    noise = torch.Generator().manual_seed(0)
-    rows = _drawn((_FEW_ASKED, routed.states.shape[1]), noise)
-    usual = float(stack.product(rows, 0, expert).std())
-    one = rows.new_ones((len(rows), 1), dtype=torch.int64)
-    all_of_it, errors = one.to(shares.dtype), dict[tuple[int, GatingPlan], float]()
-    for size in (*_SIZES, *(_BEYOND * each for each in numbers)):
-        states = rows * (size / usual)
-        put = {id(routed.states): states, id(routed.chosen): one * expert, id(shares): all_of_it}
-        args = [put.get(id(each), each) for each in call.args]
-        out = module(*args, **{name: put.get(id(each), each) for name, each in call.kwargs.items()})
-        seen = out[:, :_FEW_COLUMNS]
-        seen = seen[kept := seen.isfinite().all(dim=1)]
-        made = stack.product(states, 0, expert)
-        for alternates in (0, words.ALTERNATE):
-            lying = stack._replace(lies=stack.lies | alternates)
-            columns = lying.split(made)
-            for activation, bound, added in product(activations, (math.inf, *numbers), (0.0, 1.0)):
-                plan = GatingPlan(*activation, bound, added)
-                mine = lying.product(plan(*columns), 1, expert, _FEW_COLUMNS)[kept]
-                error = difference(mine, seen) / (tolerance(seen) + 1e-30) if len(seen) else 0.0
-                errors[lying.lies, plan] = max(errors.get((lying.lies, plan), 0.0), error)
-    found = only(errors, 1.0)
-    if found is None:
-        raise UnsupportedForwardError(f"{type(module).__name__} has an activation of its own")
-    return found
-
-
-def _result(stack: _Stack, gating: GatingPlan, routed: Routed) -> Tensor:
-    """Return the weighted sum of the experts' results, in the order of choices."""
-    states, chosen, shares = routed
-    parts = states.new_zeros((*chosen.shape, states.shape[1]), dtype=shares.dtype)
+def _traced(stack: _Stack, call: Any, routed: Routed) -> tuple[int, str]:
+    """Trace each chosen expert; return how weights lie, and what becomes of gate and up."""
+    module, (states, chosen, shares) = stack.module, routed
+    reason, found = f"{type(module).__name__} computes otherwise", set[tuple[int, str]]()
+    parts = states.new_zeros((*chosen.shape, states.shape[1]))
     for expert in sorted({*chosen.flatten().tolist()}):
-        token, choice = torch.where(chosen == expert)
-        columns = stack.split(stack.product(states[token], 0, expert))
-        out = stack.product(gating(*columns), 1, expert)
-        parts[token, choice] = out * shares[token, choice, None]
-    return parts.sum(dim=1)
+        put = {id(chosen): torch.full_like(chosen[:, :1], expert)}
+        put[id(shares)] = torch.ones_like(shares[:, :1])
+        args = [put.get(id(each), each) for each in call.args]
+        kwargs = {name: put.get(id(each), each) for name, each in call.kwargs.items()}
+        with Trace() as trace:
+            out = module(*args, **kwargs)
+        made = trace.made_by("mm", "addmm")
+        require(len(made) == 2, reason)
+        given, sums = list[Value](), list[Value]()
+        for which, value in enumerate(made):
+            *biases, taken, weight = value.node.ins  # type: ignore[union-attr]
+            bias, total = stack.biases[which], taken.tensor @ stack.matrix(which, expert)
+            if bias is not None and not biases:
+                value = next(x for x in trace.made_by("add") if value in x.node.ins)  # type: ignore[union-attr]
+            total = total if bias is None else total + bias[expert]
+            is_product = torch.equal(weight.tensor, stack.matrix(which, expert))
+            require(is_product and is_near(value.tensor, total), reason)
+            given.append(taken)
+            sums.append(value)
+        require(torch.equal(given[0].tensor, states) and is_near(out, sums[1].tensor), reason)
+        rows = Rows(len(states), lambda _: None)
+        rows.give(sums[0], 0)
+        columns = Writer(rows, given[1:], sums[:1].__contains__).columns(steps=(1, 2))
+        found.add(_lying(columns, stack))
+        parts[chosen == expert] = out[torch.where(chosen == expert)[0]]
+    is_sum = is_near((parts * shares[..., None]).sum(dim=1), call.out)
+    require(is_sum and len(found) == 1 and not columns.constants, reason)
+    return found.pop()
+
+
+def _lying(columns: Columns, stack: _Stack) -> tuple[int, str]:
+    """Return how weights lie of which gate and up are columns, and their program, gate first."""
+    places = [place for _, *place in columns.inputs]
+    alternate = places in ([[0, 2], [1, 2]], [[1, 2], [0, 2]])
+    in_order = alternate or sorted(places) == [[0, 1], [stack.inner, 1]]
+    require(in_order and columns.size == stack.inner, "experts have another order of columns")
+    text = columns.text if places[0][0] == 0 else columns.text.replace("a0, a1", "a1, a0", 1)
+    return stack.lies | (words.ALTERNATE if alternate else 0), text
 
 
 def router_of(module: nn.Module, calls: Mapping[nn.Module, Any]) -> nn.Module:

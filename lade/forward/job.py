@@ -949,7 +949,7 @@ class _Weights:
         row[words.EXPERT_INNER] = plan.inner
         if plan.correction is not None:
             self._add(number, words.CORRECTION, *plan.correction)
-        row[words.GATING] = _columns_of(ColumnsPlan(plan.gating.text, 2, ()))
+        row[words.GATING] = _columns_of(ColumnsPlan(plan.gating, 2, ()))
         self._add_stacks(number, plan)
 
     def _add_stacks(self, number: int, plan: ExpertsPlan) -> None:

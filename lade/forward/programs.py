@@ -484,8 +484,13 @@ class Writer:
         of_rows = tuple(self._inputs), tuple(self._constants), tuple(self._tables)
         return Source(text, self._num_scratch, *of_rows)
 
-    def columns(self, first: int = 0, size: int | None = None) -> Columns:
-        """Return what becomes of some numbers of the output, each by itself."""
+    def columns(
+        self, first: int = 0, size: int | None = None, steps: Sequence[int] = (1,)
+    ) -> Columns:
+        """Return what becomes of some numbers of the output, each by itself.
+
+        Inputs may be so many numbers apart as `steps` says.
+        """
         (output,) = self._outputs
         size = self._rows.layout(output).size if size is None else size
         tree, named = self._tree(output, np.arange(first, first + size)), dict[Any, str]()
@@ -498,13 +503,13 @@ class Writer:
             step = int(leaf.table[1]) - start if size > 1 else 1
             is_constant = value in self._constants
             is_even = np.array_equal(leaf.table, start + step * np.arange(size))
-            is_even = is_even and (step == 1 or (is_constant and step == 0))
+            is_even = is_even and (step in steps or (is_constant and step == 0))
             require(is_even, "columns change their order")
             if (value, start, step) not in named:
                 among = constants if is_constant else inputs
                 named[value, start, step] = f"{'c' if is_constant else 'a'}{len(among)}"
                 among.append((value, start, step))
-            return named[value, start, step] + ("[i]" if step else "[0]")
+            return named[value, start, step] + ("[i]" if step == 1 else f"[{step} * i]")
 
         made = _text(tree, at)
         names = [f"a{i}" for i in range(len(inputs))] + [f"c{i}" for i in range(len(constants))]

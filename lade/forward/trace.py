@@ -75,6 +75,10 @@ class Trace(TorchDispatchMode):
         behind = self._seen[self._seen.index(after) :]
         return next((each for each in behind if fits(each.tensor)), None)
 
+    def made_by(self, *names: str) -> list[Value]:
+        """Return what some operators made, by their names."""
+        return [each for each in self._seen if each.node is not None and each.node.name in names]
+
     def _keep(self, value: Value) -> Value:
         self._seen.append(value)
         self._values[id(value.tensor)] = value
