@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 
 from lade.forward import words as w
-from lade.forward._experts import group, leave_groups, select
+from lade.forward._experts import group
 from lade.forward._packed import STRIP
 from lade.forward._tiles import (
     BLOCK,
@@ -833,69 +833,10 @@ def _score_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _mix(raw, chosen, shares, left, near, of):  # type: ignore[no-untyped-def]
-    """Choose one expert after another; each shares its weight with the rest that score like it."""
-    _copy(raw, left)
-    for number in range(len(chosen)):
-        best, total = 0, _F(0)
-        for i in range(len(left)):
-            best = i if left[i] > left[best] else best
-        most = left[best]
-        for i in range(len(left)):
-            near[i] = (most - raw[i]) / max(abs(raw[i]), most)
-        for i in range(len(left)):
-            if left[i] > -np.inf and not near[i] > _number(of, w.ADDED_TO_SUM):
-                total += _exponential(left[i] - most)
-        chosen[number], shares[number], left[best] = best, _F(1) / total, -_F(np.inf)
-
-
-@compiled
-def _choose(g, of, token, scratch):  # type: ignore[no-untyped-def]
-    """Choose the experts of a token, and the factor of each expert's result."""
-    num, num_chosen, routing = of[w.ROUTER + w.NUM_COLUMNS], of[w.NUM_CHOSEN], of[w.ROUTING]
-    raw = _row(g[w.SCORES] + 4 * g[w.SCORES_SIZE] * token, num + 1)
-    order = numba.carray(pointer(scratch), (num,), np.int64)
-    scores, values = _row(scratch + 8 * num, num), _row(scratch + 12 * num, num)
-    wide = _row(scratch + 16 * num, num)
-    _copy(raw[:num], scores)
-    if of[w.WEIGHS] == w.BY_SOFTMAX:
-        _softmax(scores)
-    elif of[w.WEIGHS] == w.BY_SIGMOID:
-        _sigmoid(scores)
-    _copy(raw[:num] if routing & w.SELECTS_RAW else scores, values)
-    if of[w.CORRECTION] != 0:
-        correction = _row(of[w.CORRECTION], num)
-        for i in range(num):
-            values[i] = values[i] + correction[i]
-    num_groups = of[w.NUM_SETS]
-    if num_groups > 0:
-        leave_groups(values, wide[:num_groups], order[:num_groups], of[w.NUM_SETS_CHOSEN])
-    first = num_chosen * token
-    chosen = numba.carray(pointer(g[w.CHOSEN] + 8 * first), (num_chosen,), np.int64)
-    shares = _row(g[w.SHARES] + 4 * first, num_chosen)
-    if of[w.WEIGHS] == w.BY_MIXING:
-        _mix(raw[:num], chosen, shares, values, wide, of)
-    else:
-        select(values, order, num_chosen, routing & w.IS_SORTED != 0)
-        for i in range(num_chosen):
-            chosen[i], shares[i] = order[i], scores[order[i]]
-    if of[w.WEIGHS] == w.BY_SOFTMAX_OF_CHOSEN:
-        _softmax(shares)
-    if routing & w.IS_SUMMED:
-        total = max(_sum(shares) + _number(of, w.ADDED_TO_SUM), _F(1e-20))
-        for i in range(num_chosen):
-            shares[i] = shares[i] / total
-    for i in range(num_chosen):
-        shares[i] = shares[i] * _number(of, w.SHARE)
-    if of[w.SHARED_GATE + w.WEIGHT] != 0:
-        _sigmoid(raw[num:])
-
-
-@compiled
 def _grouped(g, of, scratch):  # type: ignore[no-untyped-def]
     """Group all choices by expert in the thread's memory; return the groups and the rest of it."""
     num, num_chosen = g[w.NUM_TOKENS] * of[w.NUM_CHOSEN], of[w.NUM_CHOSEN]
-    chosen = numba.carray(pointer(g[w.CHOSEN]), (num,), np.int64)
+    chosen = _row(g[w.CHOSEN], num)
     ends = numba.carray(pointer(scratch), (of[w.ROUTER + w.NUM_COLUMNS] + 1,), np.int64)
     scratch += 8 * len(ends)
     tokens = numba.carray(pointer(scratch), (num,), np.int64)
@@ -961,8 +902,8 @@ def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _run_out_of_experts(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def]
-    """Write the weighted sum of the experts' results, plus the shared expert's.
+def _run_out_of_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
+    """Write the weighted sum of the experts' results.
 
     The results are added in the order of the token's choices, so other tokens change no bit.
     """
@@ -990,16 +931,7 @@ def _run_out_of_experts(g, phase, layer, of, scratch):  # type: ignore[no-untype
                 share = _row(g[w.SHARES] + 4 * choice, 1)[0]
                 for i in range(num):
                     sums[i] += result[i] * share
-            added = _row(g[w.ADDED] + 4 * (size * token + start), num)
-            if layer[w.INNER_SIZE] > 0:
-                if of[w.SHARED_GATE + w.WEIGHT] != 0:
-                    index = g[w.SCORES_SIZE] * token + of[w.ROUTER + w.NUM_COLUMNS]
-                    gate = _row(g[w.SCORES] + 4 * index, 1)[0]
-                    for i in range(num):
-                        added[i] = added[i] * gate
-                for i in range(num):
-                    sums[i] = sums[i] + added[i]
-            _copy(sums, added)
+            _copy(sums, _row(g[w.RESULT] + 4 * (size * token + start), num))
 
 
 @job
@@ -1011,11 +943,11 @@ def run_experts(address: Any) -> None:
         _score_experts(g, phase, of, scratch)
     elif step == 9:
         for token, _ in pieces(g, phase, g[w.NUM_TOKENS], 1):
-            _choose(g, of, token, scratch)
+            run_rows(g, of[w.CHOOSE], token, token, scratch)
     elif step == 10:
         _run_into_experts(g, phase, of, scratch)
     else:
-        _run_out_of_experts(g, phase, layer, of, scratch)
+        _run_out_of_experts(g, phase, of, scratch)
 
 
 # --- a whole forward --------------------------------------------------------------------------

@@ -15,13 +15,13 @@ import llvmlite
 import numba
 import numpy as np
 
+from lade.forward._experts import select
 from lade.forward._kernels import (
     _F,
     _exponential,
     _exponential_of_negative,
     _largest,
     _row,
-    _softmax,
     _sum,
     _sum_of_squares,
     _tanh,
@@ -93,15 +93,37 @@ def _softplus(x):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _softmax_of(row, out):  # type: ignore[no-untyped-def]
-    for i in range(len(row)):
-        out[i] = row[i]
-    _softmax(out)
+def _integers(address, size):  # type: ignore[no-untyped-def]
+    return numba.carray(pointer(address), (size,), np.int64)
 
 
 @compiled
-def _integers(address, size):  # type: ignore[no-untyped-def]
-    return numba.carray(pointer(address), (size,), np.int64)
+def _choose(row, out, memory, is_sorted):  # type: ignore[no-untyped-def]
+    order = numba.carray(pointer(memory.ctypes.data), (len(row),), np.int64)
+    select(row, order, len(out), is_sorted)
+    for i in range(len(out)):
+        out[i] = order[i]
+
+
+@compiled
+def _choose_first(row, out):  # type: ignore[no-untyped-def]
+    out[0] = 0
+    for i in range(len(row)):
+        out[0] = i if row[i] > row[int(out[0])] else out[0]
+
+
+@compiled
+def _take(row, places, out):  # type: ignore[no-untyped-def]
+    for i in range(len(out)):
+        out[i] = row[int(places[i])]
+
+
+@compiled
+def _put(row, places, out, number):  # type: ignore[no-untyped-def]
+    for i in range(len(out)):
+        out[i] = row[i]
+    for place in places:
+        out[int(place)] = number
 
 
 #: What programs call, by the names in their source.
@@ -125,7 +147,10 @@ FUNCTIONS = {
     "gelu": _gelu,
     "gelu_by_tanh": _gelu_by_tanh,
     "softplus": _softplus,
-    "softmax": _softmax_of,
+    "choose": _choose,
+    "choose_first": _choose_first,
+    "take": _take,
+    "put": _put,
 }
 _one_by_one = threading.Lock()
 

@@ -41,7 +41,7 @@ from lade.forward.comparing import (
     require,
     why_wrong,
 )
-from lade.forward.experts import PARTS, STACKS, ExpertsPlan
+from lade.forward.experts import PARTS, STACKS, StacksPlan
 from lade.forward.linear import FORMATS, MOST_TOKENS, Products, is_plain, kernels
 from lade.forward.packed import PackedConv1D, PackedLinear, PackedStack, function_of, made_whole
 from lade.forward.reading import (
@@ -51,6 +51,7 @@ from lade.forward.reading import (
     Constant,
     DecoderPlan,
     DecoderSizes,
+    ExpertsPlan,
     InputsPlan,
     LatentsPlan,
     LayerPlan,
@@ -174,7 +175,7 @@ class FusedForwards:
         require(is_whole, "its heads are no whole number of vectors")
         across = [each.module for each in products_of(plan) if isinstance(each.module, Conv1D)]
         experts = [layer.experts for layer in plan.layers if layer.experts is not None]
-        lying = {each.inner for each in experts if each.lies & words.LIE_ACROSS}
+        lying = {x.stacks.inner for x in experts if x.stacks.lies & words.LIE_ACROSS}
         columns = {each.nf for each in across} | lying | {sizes.hidden for _ in lying}
         is_whole = all(each % compiled.LANES == 0 for each in columns)
         require(is_whole, "its columns are no whole number of vectors")
@@ -835,7 +836,7 @@ class _Weights:
                 row[word + words.END_ADDED] = num_added
             if layer.experts is not None:
                 row[words.EXPERTS] = self._add_row()
-                self._add_experts(len(self._rows) - 1, layer.experts)
+                self._add_experts(len(self._rows) - 1, layer.experts, steps)
             if layer.recurrence is not None:
                 row[words.RECURRENCE] = self._add_row()
                 self._add_recurrence(len(self._rows) - 1, layer.recurrence)
@@ -937,22 +938,17 @@ class _Weights:
         row[words.START] = start
         row[words.TIMES] = _bits(added.times)
 
-    def _add_experts(self, number: int, plan: ExpertsPlan) -> None:
-        row, routing = self._rows[number], plan.routing
+    def _add_experts(self, number: int, plan: ExpertsPlan, steps: Mapping[int, int]) -> None:
+        row, stacks = self._rows[number], plan.stacks
         self._add_matrix(number, words.ROUTER, plan.router)
         if plan.shared_gate is not None:
             self._add_matrix(number, words.SHARED_GATE, plan.shared_gate)
-        row[words.NUM_CHOSEN], row[words.WEIGHS] = plan.num_chosen, routing.weighs
-        row[words.ROUTING], row[words.SHARE] = routing.flags, _bits(routing.share)
-        row[words.ADDED_TO_SUM] = _bits(routing.added)
-        row[words.NUM_SETS], row[words.NUM_SETS_CHOSEN] = routing.groups
-        row[words.EXPERT_INNER] = plan.inner
-        if plan.correction is not None:
-            self._add(number, words.CORRECTION, *plan.correction)
-        row[words.GATING] = _columns_of(ColumnsPlan(plan.gating, 2, ()))
-        self._add_stacks(number, plan)
+        row[words.NUM_CHOSEN], row[words.EXPERT_INNER] = plan.num_chosen, stacks.inner
+        row[words.CHOOSE] = self._add_rows(plan.choose, steps)
+        row[words.GATING] = _columns_of(ColumnsPlan(stacks.gating, 2, ()))
+        self._add_stacks(number, stacks)
 
-    def _add_stacks(self, number: int, plan: ExpertsPlan) -> None:
+    def _add_stacks(self, number: int, plan: StacksPlan) -> None:
         """Describe gate, up and down of all experts, each as one product."""
         module, inner, row = plan.module, plan.inner, self._rows[number]
         names: tuple[str, ...] = STACKS[:2]
@@ -1129,6 +1125,7 @@ def _steps_of(layer: LayerPlan, sizes: DecoderSizes) -> dict[int, int]:
         words.MIXED: 4 * layer.mixed,
         words.QUERIES: 4 * layer.row_of_queries,
         words.SAVED: 4 * sizes.kept,
+        words.SCORES: 4 * (sizes.num_experts + 1),
         words.POSITIONS: 8,
     }
 
@@ -1175,9 +1172,10 @@ class _Workspace:
                 words.SAVED: 4 * num_tokens * sizes.kept,
                 words.BETWEEN: 4 * num_tokens * sizes.between,
                 words.SCORES: 4 * num_tokens * (sizes.num_experts + 1),
-                words.CHOSEN: 8 * num_tokens * chosen,
+                words.CHOSEN: 4 * num_tokens * chosen,
                 words.SHARES: 4 * num_tokens * chosen,
                 words.OF_EXPERTS: 4 * num_tokens * chosen * sizes.expert_inner,
+                words.RESULT: 4 * num_tokens * hidden * min(chosen, 1),
                 words.PHASES: 256 * (sizes.num_layers * words.PHASES_OF_LAYER + 2),
                 words.SCRATCH: scratch * num_threads,
             }.items()

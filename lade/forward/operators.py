@@ -2,8 +2,8 @@
 
 A *map* computes each number of its result from the numbers in the same place: one line of Python.
 A *move* copies numbers; which ones is found by running it on a tensor of indices, whatever its name
-and arguments are. A *reduction* makes one number of several. An operator that is none of these is
-refused where a token's numbers depend on it.
+and arguments are. A *reduction* makes one number of several, and a *choice* finds the largest ones.
+An operator that is none of these is refused where a token's numbers depend on it.
 """
 
 import math
@@ -31,6 +31,22 @@ REDUCTIONS = {
     "mean": "total({0}) / F({1})",
     "sum": "total({0})",
     "amax": "largest({0})",
+}
+
+
+def _top(given: Any, num: int, dim: int = -1, largest: bool = True, in_order: bool = True) -> str:
+    if not largest:
+        raise ValueError("the smallest")
+    return f"choose({{0}}, {{2}}, {{3}}, {in_order})"
+
+
+#: Operators along the last axis that choose numbers, read chosen ones, or write to these: one line
+#: for each row of that axis, in which `{0}` and `{1}` are inputs, `{2}` the result, `{3}` memory.
+CHOICES: dict[str, Callable[..., str]] = {
+    "topk": _top,
+    "max": lambda given, dim, keepdim=False: "choose_first({0}, {2})",
+    "gather": lambda *_: "take({0}, {1}, {2})",
+    "scatter": lambda given, dim, index, value: f"put({{0}}, {{1}}, {{2}}, {number(value)})",
 }
 
 

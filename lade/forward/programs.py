@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lade.forward.comparing import UnsupportedForwardError, require
-from lade.forward.operators import JOINS, MAKERS, MAPS, MOVES, REDUCTIONS, number
+from lade.forward.operators import CHOICES, JOINS, MAKERS, MAPS, MOVES, REDUCTIONS, number
 from lade.forward.trace import Node, Value
 
 Table = NDArray[np.int64]
 _DTYPES = {torch.float32, torch.complex64, torch.int64, torch.bool}
+_MOST_CHOSEN = 17  # `_experts.select`
 _MIXED = "numbers of several tokens are mixed"
 _UNLIKE = "tokens take other numbers than each other"
 
@@ -88,16 +89,18 @@ class Meaning(NamedTuple):
     #: Of a map: from the source of its tensors to that of its result.
     write: Callable[..., str] | None = None
     number: float | None = None  # of which all results are
+    call: str = ""  # of a choice, for each of some rows
+    num_rows: int = 0
 
     @property
-    def is_reduction(self) -> bool:
-        """Whether it makes one number of several."""
-        return self.name in REDUCTIONS
+    def is_of_rows(self) -> bool:
+        """Whether it makes numbers of others that must lie side by side."""
+        return self.name in REDUCTIONS or bool(self.call)
 
     @property
     def is_copied(self) -> bool:
         """Whether numbers are only moved, of one value or several."""
-        return self.write is None and bool(self.parts) and not self.is_reduction
+        return self.write is None and bool(self.parts) and not self.is_of_rows
 
 
 class Rows:
@@ -200,6 +203,8 @@ class Rows:
         if name in JOINS:
             return self._of_join(node, value)
         operands = node.ins[1:] if name == "copy" else node.ins[: 1 if name in MOVES else None]
+        if name in CHOICES and len(node.outs) > 1 and value.place == 0:
+            operands = [*operands, node.outs[1]]  # values are read where their indices say
         key = str(tree_map(_described, (node.args, node.kwargs))), value.shape, value.tensor.dtype
         fixed = [] if name not in MOVES else node.ins[1:]  # by which numbers are looked up
         require(all(map(self._is_fixed, fixed)), f"torch's {name} looks up by the text")
@@ -208,6 +213,8 @@ class Rows:
         if key not in self._alike:
             if name in MOVES and not is_cast:
                 found = self._of_move(node, value)
+            elif name in CHOICES:
+                found = self._of_choice(node, value, operands)
             elif name in MAPS or name == "copy" or is_cast:
                 found = self._of_map(node, value, operands, is_cast)
             else:
@@ -303,6 +310,40 @@ class Rows:
         made = self._layout(value.shape, owners[:, 0].reshape(value.shape))
         table = layout.taken(groups[made.rows], self._own(made)[..., None])
         return Meaning(node.name, made, (Part(None, source, table.reshape(-1)),))
+
+    def _of_choice(self, node: Node, value: Value, operands: Sequence[Value]) -> Meaning:
+        """Return what is chosen among the numbers of the last axis, or read or written there."""
+        num_last = operands[0].shape[-1]
+        num = operands[0].tensor.numel() // num_last
+        dim = (*node.args, -1)[2 if node.name == "topk" else 1]
+        is_last = dim in (-1, len(operands[0].shape) - 1)
+        require(is_last, f"torch's {node.name} is along another axis")
+        num_made = value.tensor.numel() // num
+        tokens = np.full((num, 1), -1)
+        for each in operands:
+            mine = self.layout(each).tokens.reshape(num, -1)
+            tokens = np.maximum(tokens, mine[:, :1])
+        layout = self._layout(value.shape, tokens.repeat(num_made, axis=1).reshape(value.shape))
+        which, own, parts = layout.rows[:, ::num_made] // num_made, self._own(layout), []
+        for each in operands:
+            size = each.tensor.numel() // num
+            flat = (which[..., None] * size + np.arange(size)).reshape(len(which), -1)
+            parts.append(Part(None, each, self.layout(each).taken(flat, own)))
+        name = "gather" if len(operands) > len(node.ins) else node.name
+        try:
+            call = CHOICES[name](*node.args)
+        except (TypeError, ValueError):
+            raise UnsupportedForwardError(f"torch's {name} is called otherwise") from None
+        require(num_made <= _MOST_CHOSEN or "choose" not in call, "a token chooses too many")
+        return Meaning(node.name, layout, tuple(parts), call=call, num_rows=which.shape[1])
+
+    def is_chosen(self, value: Value) -> bool:
+        """Return whether all numbers of a value are places of chosen ones."""
+        if value in self._given or value.tensor.dtype is not torch.int64:
+            return False
+        meaning = self.meaning(value)
+        parts = meaning.parts if meaning.is_copied else ()
+        return bool(meaning.call) or (bool(parts) and all(self.is_chosen(x.of) for x in parts))
 
     def _own(self, layout: Layout) -> Table:
         """Return the token of each row of a layout, [rows, 1]."""
@@ -468,10 +509,11 @@ class Writer:
         uses = self._uses()
         for value in self._order:
             meaning = self._rows.meaning(value)
-            is_map, is_float = meaning.write is not None, value.tensor.dtype is torch.float32
+            is_map = meaning.write is not None
+            is_float = value.tensor.dtype is torch.float32 or self._rows.is_chosen(value)
             is_shared = meaning.layout.is_shared or not is_float
             is_row = uses[value] > 1 and not is_shared if is_map else len(meaning.parts) > 1
-            if is_row or meaning.is_reduction:
+            if is_row or meaning.is_of_rows:
                 require(is_float, f"torch's {meaning.name} gives no float32")
                 self._named[value] = self._made(value, meaning)
         ends = [f"o{index}" for index in range(len(self._outputs))]
@@ -579,8 +621,8 @@ class Writer:
         """Write what makes a row of a value; return the row's name."""
         size = meaning.layout.size
         every = np.arange(size)
-        if meaning.is_reduction:
-            return self._reduced(meaning, size)
+        if meaning.is_of_rows:
+            return self._of_rows(meaning, size)
         if meaning.write is not None and size == 1:
             name = f"v{self._num_rows}"
             self._num_rows += 1
@@ -594,18 +636,31 @@ class Writer:
             self._loop(_Leaf(name, where), self._tree(part.of, part.table))
         return name
 
-    def _reduced(self, meaning: Meaning, size: int) -> str:
-        part = meaning.parts[0]
-        num, every = len(part.table) // size, np.arange(len(part.table))
-        tree = self._tree(part.of, part.table)
-        if type(tree) is _Leaf and np.array_equal(tree.table, every):
-            source = tree.name
+    def _of_rows(self, meaning: Meaning, size: int) -> str:
+        """Write what a reduction or a choice makes, row by row."""
+        num = meaning.num_rows or size
+        names, sizes = [*map(self._whole, meaning.parts)], [len(x.table) for x in meaning.parts]
+        names += [""] * (2 - len(names)) + [self._row(size)]
+        sizes += [0] * (2 - len(sizes)) + [size]
+        rows = [
+            f"{name}[r * {each // num} : (r + 1) * {each // num}]"
+            for name, each in zip(names, sizes, strict=True)
+        ]
+        if meaning.call:
+            memory = self._row(2 * sizes[0] // num) if "{3}" in meaning.call else ""
+            made = meaning.call.format(*rows, memory)
         else:
-            source = self._row(len(part.table))
-            self._loop(_Leaf(source, every), tree)
-        name = self._row(size)
-        made = REDUCTIONS[meaning.name].format(f"{source}[r * {num} : (r + 1) * {num}]", num)
-        self._lines += [f"for r in range({size}):", f"    {name}[r] = {made}"]
+            made = f"{names[2]}[r] = " + REDUCTIONS[meaning.name].format(rows[0], sizes[0] // num)
+        self._lines += [f"for r in range({num}):", f"    {made}"]
+        return names[2]
+
+    def _whole(self, part: Part) -> str:
+        """Return the name of a row that has the numbers of a part side by side."""
+        every, tree = np.arange(len(part.table)), self._tree(part.of, part.table)
+        if type(tree) is _Leaf and np.array_equal(tree.table, every):
+            return tree.name
+        name = self._row(len(every))
+        self._loop(_Leaf(name, every), tree)
         return name
 
     def _loop(self, target: _Leaf, tree: Any) -> None:

@@ -28,7 +28,7 @@ from lade.forward.comparing import (
     require,
     tolerance,
 )
-from lade.forward.experts import ExpertsPlan, experts_in, read_experts, router_of
+from lade.forward.experts import StacksPlan, experts_in, read_experts
 from lade.forward.packed import PackedLinear
 from lade.forward.programs import Columns, Rows, Writer, slice_of
 from lade.forward.recurrence import GatedNorm, RecurrencePlan, read_recurrence
@@ -156,6 +156,16 @@ class GatePlan(NamedTuple):
     step: int  # columns from one head's to the next
 
 
+class ExpertsPlan(NamedTuple):
+    """The experts of a layer."""
+
+    stacks: StacksPlan
+    router: nn.Module  # has the weight that makes scores
+    shared_gate: nn.Module | None
+    choose: RowsPlan  # from scores to choices and their shares
+    num_chosen: int
+
+
 class LatentsPlan(NamedTuple):
     """How keys and values of all heads are made of a token's latent, and queries."""
 
@@ -280,7 +290,7 @@ class DecoderPlan(NamedTuple):
 
 class _Mlp(NamedTuple):
     given: Value
-    out: Value
+    outs: dict[Value, Place]
     products: tuple[ProductPlan | None, ...]  # gate, up, down
     columns: ColumnsPlan | None
     experts: ExpertsPlan | None
@@ -718,7 +728,7 @@ class _Reader:
             apart = mixing.latents.expand, mixing.latents.query
             rest = [each for each in rest if each not in {x.module for x in apart if x}]
         of_inputs, inputs = None, self._given.get(layer)
-        chain = [(mixing.given, mixing.out)]
+        chain = [(mixing.given, {mixing.out: Place(words.ADDED)})]
         gates: tuple[ProductPlan | None, ...] = (None, None)
         if inputs is not None:
             *rest, gate, out = rest
@@ -726,7 +736,7 @@ class _Reader:
             self._now[inputs] = Place(words.INPUTS)
             self._rows.give(inputs, 1)
         mlp = self._mlp(layer, rest)
-        chain.append((mlp.given, mlp.out))
+        chain.append((mlp.given, mlp.outs))
         if inputs is not None:
             columns = self._columns(self._value_given(out))
             is_known = [each for each, *_ in columns.inputs] in (
@@ -735,7 +745,7 @@ class _Reader:
             )
             require(is_known, "its layers get more than states")
             of_inputs = self._columns_plan(columns)
-            chain.append((self._value_given(gate), self._value_made(out)))
+            chain.append((self._value_given(gate), {self._value_made(out): Place(words.ADDED)}))
         rows, kept = self._chained(chain, got, result)
         scaling, softcap, sinks = mixing.settings
         plan = LayerPlan(
@@ -750,12 +760,12 @@ class _Reader:
         return plan, result
 
     def _chained(
-        self, chain: Sequence[tuple[Value, Value]], states: Value, result: Value
+        self, chain: Sequence[tuple[Value, dict[Value, Place]]], states: Value, result: Value
     ) -> tuple[list[RowsPlan | None], int]:
         """Return the programs before each part of a layer and at its end.
 
-        A part gets what its program gives, and adds nothing; its result lies in ADDED until the
-        next program has run. What later programs need as well is kept.
+        A part gets what its program gives, and adds nothing; its results lie where the chain says
+        until the next program has run. What later programs need as well is kept.
         """
         ends = [*(given for given, _ in chain), result]
         made: dict[Value, int] = {}  # by which program each value is known
@@ -772,8 +782,7 @@ class _Reader:
                 if value.tensor.dtype is torch.float32 and not self._rows.layout(value).is_shared:
                     known[value] = Place(0)
                     made.setdefault(value, number)
-            if number < len(chain):
-                out = chain[number][1]
+            for out in chain[number][1] if number < len(chain) else ():
                 known[out] = Place(0)
                 made[out] = number + 1
         places: dict[Value, Place] = {}
@@ -787,7 +796,7 @@ class _Reader:
             readable = {states: Place(words.STATES)}
             readable |= {x: place for x, place in places.items() if made[x] < number}
             if number > 0:
-                readable[chain[number - 1][1]] = Place(words.ADDED)
+                readable |= chain[number - 1][1]
             is_last = number == len(chain)
             results = [(x, place) for x, place in places.items() if made[x] == number]
             if is_last or number == 0 or end is not ends[number - 1]:
@@ -923,43 +932,55 @@ class _Reader:
         module = experts_in(layer, self._calls)
         if module is None:
             given, plans, out, columns = self._dense(products)
-            return _Mlp(given, out, plans, columns, None)
-        block, router = self._parents[module], router_of(module, self._calls)
-        self._rows.follow(self._value_made(module), self._value_given(module))
-        inside = {*module.modules(), *router.modules()}
+            return _Mlp(given, {out: Place(words.ADDED)}, plans, columns, None)
+        given, out = self._value_given(self._parents[module]), self._value_made(module)
+        call, *others = self._calls[module]
+        name, chosen = type(module).__name__, [x for x in call.given if _is_whole(x.tensor)]
+        require(
+            not others and (len(call.given), len(chosen)) == (3, 1), f"{name} is called otherwise"
+        )
+        states, shares = (each for each in call.given if each not in chosen)
+        self._rows.follow(out, states)
+        scores, router, taken = self._scores([*chosen, shares])
+        results = (*chosen, Place(words.CHOSEN)), (shares, Place(words.SHARES))
+        choose = self._program(results, {scores: Place(words.SCORES)})
+        assert choose is not None
+        inside = {*module.modules(), router}
         shared = [each for each in products if each not in inside]
         gates: list[Any] = [each for each in shared if getattr(each, "out_features", 0) == 1]
-        experts = read_experts(block, module, router, gates, self._calls)
-        given = self._value_given(block)
-        result: Tensor = self._calls[module][0].out
-        beside, plans, of_shared = [module, router, *gates], (None, None, None), None
+        require(len(gates) < 2, "a layer has several gates of shared experts")
+        outs, plans, columns = {out: Place(words.RESULT)}, (None, None, None), None
+        beside = [states, taken, *map(self._value_given, gates)]
         if shared:
-            _, plans, more_value, of_shared = self._dense([x for x in shared if x not in gates])
-            beside.append(plans[0].around)
-            more = more_value.tensor.reshape(result.shape)
-            for gate in gates:
-                more = self._calls[gate][0].out.sigmoid().view(-1, 1) * more
-            result = result + more
+            of_shared, plans, more, columns = self._dense([x for x in shared if x not in gates])
+            beside.append(of_shared)
+            outs[more] = Place(words.ADDED)
+        for gate in gates:
+            outs[self._value_made(gate)] = Place(words.SCORES, scores.shape[-1])
         rows = given.tensor.flatten(0, -2)
-        is_same = all(
-            torch.equal(self._value_given(each).tensor.flatten(0, -2), rows) for each in beside
-        )
+        is_same = all(torch.equal(each.tensor.flatten(0, -2), rows) for each in beside)
         require(is_same, "experts, their router and what is shared get different states")
-        out = self._equal_to(result, self._value_made(module))
-        return _Mlp(given, out, plans, of_shared, experts)
+        routed = [each.tensor for each in (states, *chosen, shares)]
+        stacks, gate = read_experts(module, call, routed), next(iter(gates), None)
+        experts = ExpertsPlan(stacks, router, gate, choose, shares.shape[-1])
+        return _Mlp(given, outs, plans, columns, experts)
 
-    def _equal_to(self, result: Tensor, after: Value) -> Value:
-        """Return the first value of the trace behind another one that has these numbers."""
-        found = self._trace.first(
-            lambda x: (
-                x.numel() == result.numel()
-                and x.dtype is result.dtype
-                and is_near(x.reshape(result.shape), result)
-            ),
-            after,
-        )
-        require(found is not None, "experts and what is shared are summed in another way")
-        return found
+    def _scores(self, chosen: Sequence[Value]) -> tuple[Value, nn.Module, Value]:
+        """Return the product of which experts are chosen, its module, and what it gets."""
+        made = dict[Value, tuple[nn.Module, Value]]()
+        for value in self._trace.made_by("mm", "addmm"):
+            *biases, taken, weight = value.node.ins  # type: ignore[union-attr]
+            while weight.node is not None:
+                weight = weight.node.ins[0]
+            held = [self._held.get(id(each.tensor)) for each in (weight, *biases)]
+            of_one = [held[0] and held[0]._replace(name=name) for name in ("weight", "bias")]
+            if held[0] and held == of_one[: len(held)]:
+                made[value] = held[0].module, taken
+                self._rows.follow(value, taken)
+        made |= {x: (module, self._value_given(module)) for x, module in self._products.items()}
+        _, found = slice_of(self._rows, chosen, made.__contains__)
+        require(len(found) == 1, "experts are chosen by more than a product")
+        return found[0], *made[found[0]]
 
     def _latent(self, attended: Attended) -> _Mixing | None:
         """Return attention to latents; None for another attention."""
@@ -1340,6 +1361,10 @@ def _eps_of(module: nn.Module) -> Any:
     return next((getattr(module, each) for each in names if hasattr(module, each)), 1e-5)
 
 
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.int64
+
+
 def _first_given(call: Called) -> Any:
     return next(iter((*call.args, *call.kwargs.values())), None)
 
@@ -1359,6 +1384,7 @@ def _sizes_of(
     asked = (each.query.num_inputs for each in latents if each.query is not None)
     turns = [each.turn for each in latents]
     programs = [each for layer in layers for each in layer.rows] + [*programs, *turns]
+    programs += [each.choose for each in experts]
     return DecoderSizes(
         len(layers),
         hidden,
@@ -1381,6 +1407,6 @@ def _sizes_of(
         max((each.num_scratch() for each in latents), default=0),
         max((len(each.router.weight) for each in experts), default=0),
         max((each.num_chosen for each in experts), default=0),
-        max((each.inner for each in experts), default=0),
+        max((each.stacks.inner for each in experts), default=0),
         reach,
     )

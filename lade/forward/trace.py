@@ -44,9 +44,10 @@ class Node:
         func: the operator.
         args, kwargs: its arguments, with values in the place of tensors.
         ins: the tensors among its arguments.
+        outs: its results.
     """
 
-    __slots__ = ("args", "func", "ins", "kwargs", "name")
+    __slots__ = ("args", "func", "ins", "kwargs", "name", "outs")
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func, self.args, self.kwargs, self.name = func, args, kwargs, "overwritten"
@@ -54,6 +55,7 @@ class Node:
             name = str(func.overloadpacket).split(".", 1)[-1]
             self.name = name.rstrip("_") if func._schema.is_mutable else name
         self.ins = [each for each in tree_leaves((args, kwargs)) if type(each) is Value]
+        self.outs: list[Value] = []
 
 
 class Trace(TorchDispatchMode):
@@ -97,6 +99,7 @@ class Trace(TorchDispatchMode):
         out = func(*args, **kwargs)
         made = (each for each in tree_leaves(out) if isinstance(each, Tensor))
         values = [self._keep(Value(each, node, place)) for place, each in enumerate(made)]
+        node.outs = values
         if func._schema.is_mutable:
             for value in values:
                 for each in [*self._sharing[_memory_of(value.tensor)].values()]:

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from lade.attention.masks import FULL, AttentionSpan
 from lade.compat import Model, does_nothing, placeholders_of
 from lade.compat.attempts import Attempt
-from lade.compat.view import HOOKED, apart, with_attention, wraps_own_forward
+from lade.compat.view import HOOKED, apart, with_attention, with_eager_experts, wraps_own_forward
 from lade.forward.comparing import UnsupportedForwardError, require
 from lade.forward.packed import PackedConv1D, PackedEmbedding, PackedLinear, PackedStack
 from lade.forward.trace import Trace, Value
@@ -134,7 +134,7 @@ def watch(model: Model, *, is_other: bool = False) -> Watched:
     training = [each for each in model.modules() if each.training]
     checkpoints = any(getattr(each, "gradient_checkpointing", False) for each in training)
     require(not checkpoints, "it is in training mode, with gradient checkpointing")
-    view = apart(with_attention(model, _WATCHED))
+    view = apart(with_attention(with_eager_experts(model), _WATCHED))
     # Hooks of the whole model and of its layers are called around jobs.
     hooked: set[nn.Module] = set()
     calls: dict[nn.Module, list[Called]] = {}

@@ -39,15 +39,16 @@
     BETWEEN_SIZE,
     SCORES,  # [tokens, SCORES_SIZE], of experts, then the gate of the shared expert
     SCORES_SIZE,
-    CHOSEN,  # int64 [tokens, NUM_CHOSEN of the layer], experts
-    SHARES,  # float32, the same shape: factors of these experts' results
+    CHOSEN,  # [tokens, NUM_CHOSEN of the layer], experts
+    SHARES,  # of the same shape: factors of these experts' results
     OF_EXPERTS,  # [choices, EXPERT_INNER of the layer], by expert
+    RESULT,  # [tokens, HIDDEN], the sum of the experts' results
     TILES,  # of what is compiled for tiles, `run_tiles`
     POSITIONS,  # int64 [tokens]
     SAVED,  # [tokens, numbers], what programs of a layer keep for later ones
     NOTHING,  # 0, to which a program's own addresses are added
     LAST_ROWS,  # the row of ADDITIONS that describes the last program, counted from 1; 0 for none
-) = range(38)
+) = range(39)
 # PACKED: address of the function compiled for a packed weight's format, or 0. ROW_BYTES: bytes of a
 # row of it. HALF: half the rows of a head, if rows of its first and second half alternate, or 0.
 # ACROSS: bytes between the weights of two inputs, if the weight is stored input by input, or 0;
@@ -97,12 +98,11 @@ MOST_PLACES = (LAYER_SIZE - PLACES) // 3
 SECOND = PRODUCT_SIZE
 TIMES, START = range(SECOND + 2, SECOND + 4)
 # Experts: as products, the router, the gate of the shared expert, and gate, up and down, whose
-# columns are those of all experts, and NUM_COLUMNS those of one; codes for the choice and the
-# factors of results; the address of the correction of scores; of biases of gate and up; how the
-# weights lie; what becomes of gate and up (`experts.GatingPlan`).
+# columns are those of all experts, and NUM_COLUMNS those of one; the row of the program that makes
+# choices of scores; addresses of biases of gate and up; how the weights lie; the address of the
+# program of gate and up.
 ROUTER, SHARED_GATE, EXPERT_GATE, EXPERT_UP, EXPERT_DOWN = range(0, 45, PRODUCT_SIZE)
-(NUM_CHOSEN, WEIGHS, ROUTING, SHARE, NUM_SETS, NUM_SETS_CHOSEN, CORRECTION) = range(45, 52)
-(EXPERT_INNER, GATE_UP_BIAS, LIES, GATING, ADDED_TO_SUM) = range(52, 57)
+NUM_CHOSEN, CHOOSE, EXPERT_INNER, GATE_UP_BIAS, LIES, GATING = range(45, 51)
 # Attention to latents: what makes queries of the normed columns of the layer's first product, or no
 # product if these are queries; what makes each head's key, without angles, and value of latents;
 # numbers of such a key, of a turned one, and of a value; address of what attends; EXPAND's format.
@@ -140,9 +140,6 @@ FIRST, NUM_NEW, MASK, MASK_ROW = range(4)
 # LACKS on; those with the tokens before the slot UNTIL go to the address BROUGHT.
 KEYS, KEY_HEAD, VALUES, VALUE_HEAD, NUM_KEYS, STATE, LACKS, UNTIL, BROUGHT, CACHE_SIZE = range(10)
 
-# Scores by which experts are chosen, factors of their results, and further operations on both.
-BY_SOFTMAX, BY_SIGMOID, BY_SOFTMAX_OF_CHOSEN, BY_MIXING = range(4)
-SELECTS_RAW, IS_SORTED, IS_SUMMED = 1, 2, 4
 # Weights of experts lie input by input; the columns of gate and up alternate.
 LIE_ACROSS, ALTERNATE = 1, 2
 
