@@ -314,25 +314,28 @@ def _share(num, num_threads, unit, most):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def given_to_job(address):  # type: ignore[no-untyped-def]
-    """Return what a layer's job is given, seven int64.
-
-    They are the addresses of the forward's job and of the phase, the number of the phase among the
-    layer's, and the addresses of the layer, its parts, its caches, and the thread's memory.
-    """
-    given = numba.carray(address, (7,), np.int64)
-    g = numba.carray(pointer(given[0]), (w.JOB_SIZE,), np.int64)
-    layer = numba.carray(pointer(given[3]), (w.LAYER_SIZE,), np.int64)
-    parts = numba.carray(pointer(given[4]), (g[w.NUM_PARTS], 4), np.int64)
-    caches = numba.carray(pointer(given[5]), (g[w.NUM_PARTS], w.CACHE_SIZE), np.int64)
-    return g, given[1], given[2], layer, parts, caches, given[6]
+def described(g, number):  # type: ignore[no-untyped-def]
+    """Return the row that describes a program, or what mixes tokens, counted from 1."""
+    address = g[w.ADDITIONS] + 8 * w.ROW_SIZE * (number - 1)
+    return numba.carray(pointer(address), (w.ROW_SIZE,), np.int64)
 
 
 @inlined
-def described(g, number):  # type: ignore[no-untyped-def]
-    """Return the row that describes experts, a recurrence or latents, counted from 1."""
-    address = g[w.ADDITIONS] + 8 * w.LAYER_SIZE * (number - 1)
-    return numba.carray(pointer(address), (w.LAYER_SIZE,), np.int64)
+def given_to_job(address):  # type: ignore[no-untyped-def]
+    """Return what a phase's own job is given, four int64.
+
+    They are the addresses of the forward's job, of the phase's counters, of its row, and of the
+    thread's memory. The row says the number of this phase among those of one job, and which row
+    describes all of them; parts and caches are those that it needs.
+    """
+    given = numba.carray(address, (4,), np.int64)
+    g = numba.carray(pointer(given[0]), (w.JOB_SIZE,), np.int64)
+    row = numba.carray(pointer(given[2]), (w.ROW_SIZE,), np.int64)
+    num = g[w.NUM_PARTS]
+    parts = numba.carray(pointer(g[w.PARTS] + 32 * num * row[w.SEES]), (num, 4), np.int64)
+    address_of_caches = g[w.CACHES] + 8 * w.CACHE_SIZE * num * row[w.CACHE]
+    caches = numba.carray(pointer(address_of_caches), (num, w.CACHE_SIZE), np.int64)
+    return g, given[1], row[w.STEP], described(g, row[w.OF]), parts, caches, given[3]
 
 
 @compiled
@@ -407,7 +410,7 @@ def _multiply(g, inputs, num_inputs, num_rows, of, first, until, out, out_step):
 @inlined
 def _write_between(g, phase, inputs, num_inputs, num_rows, first, until, scratch):  # type: ignore[no-untyped-def]
     """Multiply inputs by the first factors of some low-rank additions."""
-    added = numba.carray(pointer(g[w.ADDITIONS]), (until, w.LAYER_SIZE), np.int64)
+    added = numba.carray(pointer(g[w.ADDITIONS]), (until, w.ROW_SIZE), np.int64)
     piece, num_before, num_done, out_step = take(phase, 1), 0, 0, 4 * _MOST_COLUMNS
     for number in range(first, until):
         of = added[number]
@@ -430,7 +433,7 @@ def _write_between(g, phase, inputs, num_inputs, num_rows, first, until, scratch
 def _add_low_rank(g, of, num_rows, first, until, out, out_step, scratch):  # type: ignore[no-untyped-def]
     """Add the low-rank additions to some columns of a product."""
     num = until - first
-    added = numba.carray(pointer(g[w.ADDITIONS]), (of[w.END_ADDED], w.LAYER_SIZE), np.int64)
+    added = numba.carray(pointer(g[w.ADDITIONS]), (of[w.END_ADDED], w.ROW_SIZE), np.int64)
     sums = _row(scratch, num)
     for number in range(of[w.FIRST_ADDED], of[w.END_ADDED]):
         addition = added[number]
@@ -455,33 +458,28 @@ def _add_low_rank(g, of, num_rows, first, until, out, out_step, scratch):  # typ
 
 
 @inlined
-def _run_products(g, phase, num_rows, layer, given, products, result, num_all, scratch):  # type: ignore[no-untyped-def]
-    """Run products of the same inputs.
+def _run_products(g, phase, of_phase, scratch):  # type: ignore[no-untyped-def]
+    """Run products of the same numbers, side by side, or what becomes of their columns.
 
     Args:
-        g, phase: the job, and the address of the phase.
-        num_rows: number of rows of inputs.
-        layer: numbers of the layer, if the product belongs to an MLP or to inputs.
-        given: address of the inputs, and number of inputs in a row.
-        products: PRODUCT_SIZE numbers for each product.
-        result: use of the columns, and their address. TO_ROWS: float32 [rows, num_all], product
-            after product. TO_INNER: inner states of an MLP, the first product activated and
-            multiplied by the second. TO_INPUTS: the product activated and multiplied by inputs.
-        num_all: number of columns.
+        g, phase, of_phase: the job, the address of the phase's counters, and its row.
         scratch: the thread's scratch memory.
     """
-    (inputs, num_inputs), (kind, target) = given, result
-    most = _MOST_COLUMNS // 2 if kind == w.TO_INNER else _MOST_COLUMNS
+    num_rows = g[w.NUM_TOKENS] if of_phase[w.TOKENS] == w.EVERY_TOKEN else g[w.NUM_KEPT]
+    inputs, num_inputs, num_all = g[of_phase[w.GIVEN]], of_phase[w.NUM_GIVEN], of_phase[w.NUM_MADE]
+    target, columns, beside = g[of_phase[w.TARGET]], of_phase[w.COLUMNS], of_phase[w.BESIDE]
+    are_two = columns != 0 and of_phase[w.PRODUCT_SIZE + w.WEIGHT] != 0
+    most = _MOST_COLUMNS // 2 if are_two else _MOST_COLUMNS
     step, out_step = _share(num_all, g[w.NUM_THREADS], _UNIT, most), 4 * _MOST_COLUMNS
-    beside = scratch + num_rows * out_step
-    first, until = products[w.FIRST_ADDED], products[len(products) - w.PRODUCT_SIZE + w.END_ADDED]
+    memory = scratch + num_rows * out_step
+    first, until = of_phase[w.FIRST_ADDED], of_phase[3 * w.PRODUCT_SIZE + w.END_ADDED]
     if first < until:
         _write_between(g, phase + 128, inputs, num_inputs, num_rows, first, until, scratch)
     for start, stop in pieces(g, phase, num_all, step):
         before = 0
-        for product in range(0, len(products), w.PRODUCT_SIZE):
-            of = products[product : product + w.PRODUCT_SIZE]
-            if kind == w.TO_INNER:
+        for product in range(0, 4 * w.PRODUCT_SIZE, w.PRODUCT_SIZE):
+            of = of_phase[product : product + w.PRODUCT_SIZE]
+            if columns != 0:
                 first, until = start, stop if of[w.WEIGHT] != 0 else start
                 out = scratch + 2 * _MOST_COLUMNS * (product // w.PRODUCT_SIZE)
             else:
@@ -492,19 +490,17 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
                 x = inputs, num_inputs, num_rows
                 _multiply(g, *x, of, first, until, out, out_step)
                 if of[w.FIRST_ADDED] < of[w.END_ADDED]:
-                    _add_low_rank(g, of, num_rows, first, until, out, out_step, beside)
+                    _add_low_rank(g, of, num_rows, first, until, out, out_step, memory)
         for row in range(num_rows):
-            numbers = _row(scratch + out_step * row, stop - start)
-            made = target + 4 * (num_all * row + start)
-            if kind == w.TO_ROWS:
-                _copy(numbers, _row(made, stop - start))
+            numbers, made = scratch + out_step * row, target + 4 * (num_all * row + start)
+            if columns == 0:
+                _copy(_row(numbers, stop - start), _row(made, stop - start))
                 continue
-            second, number = numbers.ctypes.data + out_step // 2, layer[w.INNER_COLUMNS]
-            if kind == w.TO_INPUTS:
-                second = layer[w.INPUTS] + 4 * (num_all * row + start)
-                number = layer[w.INPUT_COLUMNS]
-            given = numbers.ctypes.data, second
-            _run_columns(g, number, stop - start, start, given, made, beside)
+            second = numbers + out_step // 2
+            if beside != 0:
+                index = of_phase[w.BESIDE_STEP] * row + of_phase[w.BESIDE_FIRST] + start
+                second = g[beside] + 4 * index
+            _run_columns(g, columns, stop - start, start, (numbers, second), made, memory)
 
 
 @compiled
@@ -549,22 +545,18 @@ def _run_columns(g, number, num, start, inputs, out, memory):  # type: ignore[no
 
 
 @inlined
-def _run_states(g, phase, tokens, at_end, before, scratch):  # type: ignore[no-untyped-def]
-    """Add the result of the last phase to the states, and write inputs of the next phase.
-
-    Args:
-        g, phase: the job, and the address of the phase.
-        tokens: numbers of the tokens.
-        at_end, before: the rows of the programs that do so, or 0.
-        scratch: the thread's scratch memory.
-    """
-    num = len(tokens)
+def _run_states(g, phase, of_phase, at_end, before, scratch):  # type: ignore[no-untyped-def]
+    """Run programs of each token, given the rows of two, or 0."""
+    tokens = of_phase[w.TOKENS]
+    num = g[w.NUM_TOKENS] if tokens == w.EVERY_TOKEN else g[w.NUM_KEPT]
+    kept = numba.carray(pointer(g[w.KEPT]), (num,), np.int64)
     for start, stop in pieces(g, phase, num, _share(num, g[w.NUM_THREADS], 1, 8)):
         for index in range(start, stop):
+            token = kept[index] if tokens == w.KEPT_TOKENS else index
             if at_end != 0:
-                run_rows(g, at_end, tokens[index], index, scratch)
+                run_rows(g, at_end, token, index, scratch)
             if before != 0:
-                run_rows(g, before, tokens[index], index, scratch)
+                run_rows(g, before, token, index, scratch)
 
 
 @inlined
@@ -723,10 +715,10 @@ def _attend(g, phase, layer, parts, caches, goes_on, scratch):  # type: ignore[n
 def run_attention(address: Any) -> None:
     """Run the pieces of a phase that other threads have not taken; see `given_to_job`."""
     g, phase, step, layer, parts, caches, scratch = given_to_job(address)
-    if step == 2:
+    if step == 0:
         _write_heads(g, phase, layer, parts, caches, scratch)
     else:
-        _attend(g, phase, layer, parts, caches, step != 3, scratch)  # latents go on afterwards
+        _attend(g, phase, layer, parts, caches, layer[w.MORE_SIZE] != 0, scratch)
 
 
 # --- short convolutions -------------------------------------------------------------------------
@@ -802,11 +794,8 @@ def _convolve(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyp
 @job
 def run_convolution(address: Any) -> None:
     """Run the pieces of a phase that other threads have not taken; see `given_to_job`."""
-    g, phase, step, layer, parts, caches, scratch = given_to_job(address)
-    if step == 2:
-        _convolve(g, phase, layer, parts, caches, scratch)
-    else:
-        end(g, phase, 0, 0)
+    g, phase, _, layer, parts, caches, scratch = given_to_job(address)
+    _convolve(g, phase, layer, parts, caches, scratch)
 
 
 # --- experts ------------------------------------------------------------------------------------
@@ -828,7 +817,7 @@ def _score_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
             target, gate = scratch + 4 * (middle - start), of[w.SHARED_GATE : w.EXPERT_GATE]
             _multiply(g, *x, gate, 0, 1, target, out_step)
         for row in range(num_rows):
-            target = g[w.SCORES] + 4 * (g[w.SCORES_SIZE] * row + start)
+            target = g[w.SCORES] + 4 * ((num_experts + 1) * row + start)
             _copy(_row(scratch + out_step * row, stop - start), _row(target, stop - start))
 
 
@@ -937,14 +926,13 @@ def _run_out_of_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
 @job
 def run_experts(address: Any) -> None:
     """Run the pieces of a phase that other threads have not taken; see `given_to_job`."""
-    g, phase, step, layer, _, _, scratch = given_to_job(address)
-    of = described(g, layer[w.EXPERTS])
-    if step == 8:
+    g, phase, step, of, _, _, scratch = given_to_job(address)
+    if step == 0:
         _score_experts(g, phase, of, scratch)
-    elif step == 9:
+    elif step == 1:
         for token, _ in pieces(g, phase, g[w.NUM_TOKENS], 1):
             run_rows(g, of[w.CHOOSE], token, token, scratch)
-    elif step == 10:
+    elif step == 2:
         _run_into_experts(g, phase, of, scratch)
     else:
         _run_out_of_experts(g, phase, of, scratch)
@@ -962,70 +950,34 @@ def run_forward(address: Any) -> None:
     thread = take(g.ctypes.data + 8 * w.NEXT_THREAD, 1)
     if thread >= g[w.NUM_THREADS]:
         return
-    scratch, first_phase = g[w.SCRATCH] + g[w.SCRATCH_SIZE] * thread, g[w.PHASES]
-    num_layers, num_parts, num_tokens = g[w.NUM_LAYERS], g[w.NUM_PARTS], g[w.NUM_TOKENS]
-    layers = numba.carray(pointer(g[w.LAYERS]), (num_layers, w.LAYER_SIZE), np.int64)
-    kept = numba.carray(pointer(g[w.KEPT]), (g[w.NUM_KEPT],), np.int64)
-    every = numba.carray(pointer(g[w.EVERY]), (num_tokens,), np.int64)
+    scratch, first_phase, num_phases = (
+        g[w.SCRATCH] + g[w.SCRATCH_SIZE] * thread,
+        g[w.PHASES],
+        g[w.NUM_PHASES],
+    )
+    rows = numba.carray(pointer(g[w.LIST]), (num_phases, w.ROW_SIZE), np.int64)
     phase = look(slot + 8 * w.CURRENT)
-    while 0 < phase < first_phase + 256 * (num_layers * w.PHASES_OF_LAYER + 2):
+    while 0 < phase < first_phase + 256 * num_phases:
         index = (phase - first_phase) // 256
-        step, number = index % w.PHASES_OF_LAYER, index // w.PHASES_OF_LAYER
-        is_end, has_run = number == num_layers, True
-        layer = layers[
-            max(number - 1, 0) if is_end else number
-        ]  # without layers, only the head runs
-        has_inputs = layer[w.INPUT_SIZE] > 0
-        if step in (0, 5) or (step == 12 and has_inputs):
-            at_end, before = 0, layer[w.BEFORE_MLP if step == 5 else w.BEFORE_INPUTS]
-            if step == 0:
-                at_end = layers[max(number - 1, 0), w.AT_END] if number > 0 else 0
-                before = g[w.LAST_ROWS] if is_end else layer[w.BEFORE]
-            _run_states(g, phase, kept if is_end else every, at_end, before, scratch)
-        elif step in (2, 3) or 8 <= step < 12:
-            of_layer = layer[w.RUN_ATTENTION if step < 8 else w.RUN_EXPERTS]
-            if of_layer != 0:
-                of_phase = g.ctypes.data, phase, step, layer.ctypes.data
-                parts = g[w.PARTS] + 32 * num_parts * layer[w.SEES]
-                caches = g[w.CACHES] + 8 * w.CACHE_SIZE * num_parts * number
-                call_compiled((of_layer, *of_phase, parts, caches, scratch))
-            has_run = of_layer != 0
-        elif has_inputs if step >= 12 else step < 6 or layer[w.INNER_SIZE] > 0:
-            num_rows, given, num_all = num_tokens, (g[w.NORMED], g[w.HIDDEN]), g[w.HIDDEN]
-            products, result = layer[w.QUERY : w.MORE + w.PRODUCT_SIZE], (w.TO_ROWS, g[w.ADDED])
-            if is_end:
-                num_rows, num_all = g[w.NUM_KEPT], g[w.VOCAB_SIZE]
-                products, result = g[w.HEAD : w.HEAD + w.PRODUCT_SIZE], (w.TO_ROWS, g[w.LOGITS])
-            elif step == 1:
-                num_all, result = layer[w.MIXED_SIZE], (w.TO_ROWS, g[w.MIXED])
-            elif step == 4:
-                given = g[w.ATTENDED], layer[w.ATTENDED_SIZE]
-                products = layer[w.OUT : w.OUT + w.PRODUCT_SIZE]
-            elif step == 6:
-                num_all, result = layer[w.INNER_SIZE], (w.TO_INNER, g[w.INNER])
-                products = layer[w.GATE : w.UP + w.PRODUCT_SIZE]
-            elif step == 13:
-                num_all, result = layer[w.INPUT_SIZE], (w.TO_INPUTS, g[w.INNER])
-                products = layer[w.INPUT_GATE : w.INPUT_GATE + w.PRODUCT_SIZE]
-            elif step == 14:
-                given = g[w.INNER], layer[w.INPUT_SIZE]
-                products = layer[w.INPUT_OUT : w.INPUT_OUT + w.PRODUCT_SIZE]
-            else:
-                given = g[w.INNER], layer[w.INNER_SIZE]
-                products = layer[w.DOWN : w.DOWN + w.PRODUCT_SIZE]
-            _run_products(g, phase, num_rows, layer, given, products, result, num_all, scratch)
-        else:
-            has_run = False
-        phase = next_phase((slot, own, number_of_job), phase) if has_run else phase + 256
+        of_phase = rows[index]
+        if of_phase[w.RUN] != 0:
+            call_compiled((of_phase[w.RUN], g.ctypes.data, phase, of_phase.ctypes.data, scratch))
+        elif of_phase[w.TARGET] != 0:
+            _run_products(g, phase, of_phase, scratch)
+        else:  # the last layer's end is not of this list, or what comes next is not
+            at_end = of_phase[w.AT_END] if index > 0 else 0
+            before = of_phase[w.BEFORE] if index < num_phases - 1 else 0
+            _run_states(g, phase, of_phase, at_end, before, scratch)
+        phase = next_phase((slot, own, number_of_job), phase)
 
 
 def scratch_size(
     num_tokens: int,
     hidden: int = 0,
-    head_size: int = 0,
-    between: int = 0,
     num_experts: int = 0,
     num_chosen: int = 0,
+    head_size: int = 0,
+    between: int = 0,
     taps: int = 0,
     of_recurrence: int = 0,
     of_latents: int = 0,

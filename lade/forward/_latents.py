@@ -9,6 +9,7 @@ adds up latents, and another part of the matrix turns their sum into values.
 
 from typing import Any
 
+import numba
 import numpy as np
 
 from lade.forward import words as w
@@ -25,7 +26,6 @@ from lade.forward._kernels import (
 )
 from lade.forward._tiles import (
     FLOAT32,
-    call_compiled,
     call_with,
     compiled,
     inlined,
@@ -49,28 +49,28 @@ def _turn(g, of, rank, token, row, target, scratch):  # type: ignore[no-untyped-
 
 
 @inlined
-def _write_latents(g, phase, layer, of, parts, caches, scratch):  # type: ignore[no-untyped-def]
+def _write_latents(g, phase, of, parts, caches, scratch):  # type: ignore[no-untyped-def]
     """Write latents and keys into the cache, and what queries are made of."""
-    num, rank, size = g[w.NUM_TOKENS], layer[w.HEAD_SIZE], of[w.TURNING]
+    num, rank, size = g[w.NUM_TOKENS], of[w.HEAD_SIZE], of[w.TURNING]
     part = 0
     for token, _ in pieces(g, phase, num, 1, True):
         while token >= parts[part, w.FIRST] + parts[part, w.NUM_NEW]:
             part += 1
         slot = caches[part, w.NUM_KEYS] - parts[part, w.NUM_NEW] + token - parts[part, w.FIRST]
-        run_rows(g, layer[w.HEADS], token, token, scratch)
-        latent = _row(g[w.QUERIES] + 4 * layer[w.QUERIES_SIZE] * token, rank)
+        run_rows(g, of[w.HEADS], token, token, scratch)
+        latent = _row(g[w.QUERIES] + 4 * of[w.QUERIES_SIZE] * token, rank)
         _copy(latent, _row(caches[part, w.KEYS] + 4 * rank * slot, rank))
-        mixed = g[w.MIXED] + 4 * layer[w.MIXED_SIZE] * (token + 1)
+        mixed = g[w.MIXED] + 4 * of[w.MIXED_SIZE] * (token + 1)
         target = caches[part, w.VALUES] + 4 * size * slot
         _turn(g, of, rank, token, mixed - 4 * size, target, scratch)
 
 
 @inlined
-def _write_queries(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def]
+def _write_queries(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     """Write queries for latents and for keys; a piece is a head of all tokens."""
-    num, rank = g[w.NUM_TOKENS], layer[w.HEAD_SIZE]
-    straight, turning, num_heads = of[w.STRAIGHT], of[w.TURNING], layer[w.NUM_HEADS]
-    size, num_inputs = straight + turning, layer[w.MIXED_SIZE] - rank - turning
+    num, rank = g[w.NUM_TOKENS], of[w.HEAD_SIZE]
+    straight, turning, num_heads = of[w.STRAIGHT], of[w.TURNING], of[w.NUM_HEADS]
+    size, num_inputs = straight + turning, of[w.MIXED_SIZE] - rank - turning
     format_, step = of[w.OF_EXPAND], 4 * num_heads * (rank + turning)
     width = 4 if format_ == FLOAT32 else 2
     beside = scratch + 4 * size * num
@@ -81,7 +81,7 @@ def _write_queries(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def
             _multiply(g, *given, of_query, first, first + size, scratch, 4 * size)
         else:
             for token in range(num):
-                mixed = g[w.MIXED] + 4 * (layer[w.MIXED_SIZE] * token + size * head)
+                mixed = g[w.MIXED] + 4 * (of[w.MIXED_SIZE] * token + size * head)
                 _copy(_row(mixed, size), _row(scratch + 4 * size * token, size))
         target = g[w.QUERIES] + 4 * (rank + turning) * head
         for token in range(num):
@@ -95,10 +95,10 @@ def _write_queries(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def
 
 
 @inlined
-def _write_values(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def]
+def _write_values(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     """Write the values of what queries got from latents; a piece is a head of all tokens."""
-    num, rank, size = g[w.NUM_TOKENS], layer[w.HEAD_SIZE], of[w.EXPANDED]
-    num_heads, of_expand = layer[w.NUM_HEADS], of[w.EXPAND : w.EXPAND + w.PRODUCT_SIZE]
+    num, rank, size = g[w.NUM_TOKENS], of[w.HEAD_SIZE], of[w.EXPANDED]
+    num_heads, of_expand = of[w.NUM_HEADS], of[w.EXPAND : w.EXPAND + w.PRODUCT_SIZE]
     step = 4 * num_heads * (rank + of[w.TURNING])
     out = scratch + 4 * rank * num
     for head, _ in pieces(g, phase, num_heads, 1):
@@ -108,20 +108,18 @@ def _write_values(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def]
         first = (of[w.STRAIGHT] + size) * head + of[w.STRAIGHT]
         _multiply(g, scratch, rank, num, of_expand, first, first + size, out, 4 * size)
         for token in range(num):
-            target = 4 * (layer[w.ATTENDED_SIZE] * token + size * head)
+            target = 4 * (of[w.ATTENDED_SIZE] * token + size * head)
             _copy(_row(out + 4 * size * token, size), _row(g[w.ATTENDED] + target, size))
 
 
 @job
 def run_latents(address: Any) -> None:
     """Run the pieces of a phase that other threads have not taken; see `given_to_job`."""
-    g, phase, step, layer, parts, caches, scratch = given_to_job(address)
-    of = described(g, layer[w.LATENT])
-    if step == 2:
-        _write_latents(g, phase, layer, of, parts, caches, scratch)
-        _write_queries(g, phase + 128, layer, of, scratch)
+    g, phase, step, of, parts, caches, scratch = given_to_job(address)
+    if step == 0:
+        _write_latents(g, phase, of, parts, caches, scratch)
+        _write_queries(g, phase + 128, of, scratch)
     else:
-        of_phase = g.ctypes.data, phase, -1, layer.ctypes.data
-        given = parts.ctypes.data, caches.ctypes.data, scratch
-        call_compiled((of[w.ATTEND], *of_phase, *given))
-        _write_values(g, phase + 128, layer, of, scratch)
+        given = numba.carray(address, (4,), np.int64)
+        call_with((of[w.ATTEND], given.ctypes.data))
+        _write_values(g, phase + 128, of, scratch)

@@ -23,7 +23,6 @@ from lade.forward._kernels import (
     _silu,
     _sum_of_squares,
     _taps_of,
-    described,
     given_to_job,
 )
 from lade.forward._tiles import compiled, inlined, job, pointer
@@ -39,7 +38,7 @@ def _column(of, kind, head, size):  # type: ignore[no-untyped-def]
     """Return where a head's numbers of a kind begin among the columns of MIXED."""
     sharing = of[w.VALUE_HEADS] // of[w.KEY_HEADS] if kind > 1 else 1
     group, within = divmod(head, sharing)
-    return of[w.COLUMNS + kind] + of[w.COLUMN_STEPS + kind] * group + size * within
+    return of[w.FIRST_COLUMNS + kind] + of[w.COLUMN_STEPS + kind] * group + size * within
 
 
 @compiled
@@ -49,29 +48,29 @@ def _kept_size(of):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _convolve_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignore[no-untyped-def]
+def _convolve_heads(g, phase, of, parts, caches, scratch):  # type: ignore[no-untyped-def]
     """Write inputs of the convolution, and what becomes of them: queries, keys and values.
 
     A piece is a head of one of them, of all tokens.
     """
     num_keys, of_key = of[w.KEY_HEADS], of[w.KEY_SIZE]
-    num_values, of_value, taps = of[w.VALUE_HEADS], of[w.VALUE_SIZE], layer[w.TAPS]
+    num_values, of_value, taps = of[w.VALUE_HEADS], of[w.VALUE_SIZE], of[w.TAPS]
     num_heads, all_keys = 2 * num_keys + num_values, num_keys * of_key
     for head, _ in pieces(g, phase, num_heads, 1):
         kind = min(head // num_keys, 2)
         number, num = head - kind * num_keys, of_value if kind == 2 else of_key
         start = of[w.CHANNELS + kind] + number * num
-        weights = _taps_of(layer, start, num, scratch)
+        weights = _taps_of(of, start, num, scratch)
         sums = _row(scratch + 4 * num * taps, num)
         for part in range(g[w.NUM_PARTS]):
             num_new, cache = parts[part, w.NUM_NEW], caches[part]
             for new in range(num_new):
                 token = parts[part, w.FIRST] + new
-                column = layer[w.MIXED_SIZE] * token + _column(of, kind, number, num)
+                column = of[w.MIXED_SIZE] * token + _column(of, kind, number, num)
                 row = _row(g[w.MIXED] + 4 * column, num)
                 slot = cache[w.NUM_KEYS] - num_new + new
                 inputs = cache[w.KEYS], 2 * all_keys + num_values * of_value, start
-                _convolve_slot(layer, weights, inputs, slot, row, sums)
+                _convolve_slot(of, weights, inputs, slot, row, sums)
                 _silu(sums)
                 if kind < 2 and of[w.IS_DELTA] != 0:
                     length = np.sqrt(_sum_of_squares(sums, _F(0)) + _EPS)
@@ -130,7 +129,7 @@ def _advance(state, key, value, gates, change, is_delta):  # type: ignore[no-unt
 
 
 @compiled
-def _give(g, layer, of, head, token, state, value, sums):  # type: ignore[no-untyped-def]
+def _give(g, of, head, token, state, value, sums):  # type: ignore[no-untyped-def]
     """Write what a state gives for a token's query over the values of MIXED."""
     size, num = of[w.KEY_SIZE], of[w.VALUE_SIZE]
     number = head // (of[w.VALUE_HEADS] // of[w.KEY_HEADS])
@@ -140,7 +139,7 @@ def _give(g, layer, of, head, token, state, value, sums):  # type: ignore[no-unt
         row, times = state[k], query[k]
         for i in range(num):
             sums[i] = sums[i] + row[i] * times
-    result = _row(g[w.MIXED] + 4 * (layer[w.MIXED_SIZE] * token + _column(of, 2, head, num)), num)
+    result = _row(g[w.MIXED] + 4 * (of[w.MIXED_SIZE] * token + _column(of, 2, head, num)), num)
     if of[w.IS_DELTA] != 0:
         _copy(sums, result)
         return
@@ -158,16 +157,16 @@ def _normalize(row, weight, eps, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _write_results(g, layer, of, token, first, scratch):  # type: ignore[no-untyped-def]
+def _write_results(g, of, token, first, scratch):  # type: ignore[no-untyped-def]
     """Write a token's results of the heads that share a norm, from `first` on, as it gives them.
 
     A delta net has its gate behind the norm, and weights for one head.
     """
     size, num_heads = of[w.VALUE_SIZE], of[w.NUM_NORMED]
-    num, mixed = size * num_heads, g[w.MIXED] + 4 * layer[w.MIXED_SIZE] * token
+    num, mixed = size * num_heads, g[w.MIXED] + 4 * of[w.MIXED_SIZE] * token
     results, gates = _row(scratch, num), _row(scratch + 4 * num, num)
     weight = _row(of[w.NORM_WEIGHT], num if of[w.IS_DELTA] != 0 else size * first + num)
-    start_of_token = layer[w.ATTENDED_SIZE] * token + first * size
+    start_of_token = of[w.ATTENDED_SIZE] * token + first * size
     normed = _row(g[w.ATTENDED] + 4 * start_of_token, num)
     for head in range(num_heads):
         start, end = size * head, size * (head + 1)
@@ -186,7 +185,7 @@ def _write_results(g, layer, of, token, first, scratch):  # type: ignore[no-unty
 
 
 @inlined
-def _run_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignore[no-untyped-def]
+def _run_heads(g, phase, of, parts, caches, scratch):  # type: ignore[no-untyped-def]
     """Bring the states in the cache up to a slot, and give results of all tokens behind it.
 
     A piece is a head of values, of one part; then the heads that share a norm, of one token.
@@ -210,28 +209,27 @@ def _run_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignore[no-
             gates = _row(kept + 4 * (all_keys + num_heads * num + 2 * head), 2)
             token = parts[part, w.FIRST] + slot - first_new
             if slot >= first_new:
-                mixed = g[w.MIXED] + 4 * layer[w.MIXED_SIZE] * token
+                mixed = g[w.MIXED] + 4 * of[w.MIXED_SIZE] * token
                 _write_gates(mixed, of, head, gates, change)
             _advance(state, key, value, gates, change, is_delta)
             if slot >= first_new:
-                _give(g, layer, of, head, token, state, value, change)
+                _give(g, of, head, token, state, value, change)
                 if not goes_on:
-                    _write_results(g, layer, of, token, head, memory)
+                    _write_results(g, of, token, head, memory)
         if cache[w.UNTIL] == cache[w.NUM_KEYS]:
             _copy(whole, brought)
     if goes_on:
         num_norms = num_heads // of[w.NUM_NORMED]
         for piece, _ in pieces(g, phase + 128, num_norms * g[w.NUM_TOKENS], 1):
             token, number = divmod(piece, num_norms)
-            _write_results(g, layer, of, token, of[w.NUM_NORMED] * number, scratch)
+            _write_results(g, of, token, of[w.NUM_NORMED] * number, scratch)
 
 
 @job
 def run_recurrence(address: Any) -> None:
     """Run the pieces of a phase that other threads have not taken; see `given_to_job`."""
-    g, phase, step, layer, parts, caches, scratch = given_to_job(address)
-    of = described(g, layer[w.RECURRENCE])
-    if step == 2:
-        _convolve_heads(g, phase, layer, of, parts, caches, scratch)
+    g, phase, step, of, parts, caches, scratch = given_to_job(address)
+    if step == 0:
+        _convolve_heads(g, phase, of, parts, caches, scratch)
     else:
-        _run_heads(g, phase, layer, of, parts, caches, scratch)
+        _run_heads(g, phase, of, parts, caches, scratch)

@@ -8,7 +8,6 @@ compared with the model's own forward pass, in their results and their time. All
 float32, whatever weights are stored in. Figures are in docs/internals/forward.md.
 """
 
-import ctypes
 import functools
 import math
 import weakref
@@ -52,11 +51,12 @@ from lade.forward.reading import (
     DecoderPlan,
     DecoderSizes,
     ExpertsPlan,
-    InputsPlan,
     LatentsPlan,
-    LayerPlan,
+    MixingPlan,
+    Place,
+    ProductsPlan,
     RowsPlan,
-    TransformPlan,
+    RowsStep,
     adapters_of,
     given_to,
     is_alike,
@@ -75,6 +75,8 @@ from lade.targets.rows import MOST_AT_ONCE
 # Tokens of the forwards by which it is found out whether jobs are faster; as a machine may be busy,
 # the model's own have to be so much faster.
 _TRIED, _CLEAR = (1, 8), 0.8
+# Words whose memory belongs to a forward, or to none.
+_OWN = {words.STATES, words.INPUTS, words.LOGITS, words.POSITIONS, words.NOTHING}
 _PACKED = "its weights are packed in a way that jobs do not read"
 #: Prompts of more tokens run by the model's own forwards if it has recurrences.
 MANY_TOKENS = 64
@@ -132,11 +134,10 @@ class _Piece(NamedTuple):
 
     start: int
     num: int
-    layers: tuple[int, int]  # the first one, and the one behind the last
+    phases: tuple[int, int]  # the first one, and the one behind the last
     kept: NDArray[np.int64]  # the ones of them whose logits are wanted
     job: NDArray[np.int64]  # the job's array (`words.py`)
-    angles: NDArray[np.int64]  # addresses of what modules give of positions, such as angles
-    inputs: list[int]  # addresses of what each layer gets besides states
+    given: NDArray[np.int64]  # addresses of what modules give, such as angles
     refers_to: tuple[Any, ...]  # arrays whose addresses the job has
 
 
@@ -169,7 +170,8 @@ class FusedForwards:
         self.why_not: str | None = None
         plan = read(model)
         self._sizes = sizes = plan.sizes
-        heads = [layer.heads for layer in plan.layers if layer.heads is not None]
+        mixing = [layer.mixing for layer in plan.layers]
+        heads = [each.heads for each in mixing if each.heads is not None]
         of_heads = {size for each in heads for size in (each.size, each.size_of_value)}
         is_whole = all(each % compiled.LANES == 0 for each in of_heads)
         require(is_whole, "its heads are no whole number of vectors")
@@ -185,21 +187,15 @@ class FusedForwards:
         self._names = [names[each] for each in (plan.head, *plan.modules)]
         self._kinds = sorted({*plan.kinds})
         #: By layer that keeps tokens, what one adds to the cache, and the state of a recurrent one.
-        keeping = [each for each, layer in enumerate(plan.layers) if layer.keys_of is None]
-        self._states = [_added_by(plan.layers[each]) for each in keeping]
+        keeping = [number for number, each in enumerate(mixing) if each.keys_of is None]
+        self._states = [_added_by(mixing[each]) for each in keeping]
         #: The layers from here on write no keys: only tokens whose logits are wanted need them.
         self._num_writing = 1 + keeping[-1]
-        #: By layer, which of these has its keys and values.
-        self._keeper = np.array(
-            [
-                keeping.index(number if layer.keys_of is None else layer.keys_of)
-                for number, layer in enumerate(plan.layers)
-            ]
-        )
-        self._is_recurrent = any(layer.recurrence is not None for layer in plan.layers)
+        self._is_recurrent = any(each.recurrence is not None for each in mixing)
+        self._has_more = len(plan.last) > 2  # behind the layers than a program and the head
         self._is_slow = False
         self._workspaces: list[_Workspace] = []
-        self._weights = _Weights(plan, self._kinds, compiled, names)
+        self._weights = _Weights(plan, self._kinds, keeping, compiled, names)
         require(self._weights.fit(), "its weights are no plain matrices")
         self._is_unchanged = is_unchanged if any(adapters_of(plan)) else None
 
@@ -269,7 +265,7 @@ class FusedForwards:
                     and isinstance(kept, int)
                     and kept > 0
                 )
-                if self._weights.transform is not None or drops_tokens:
+                if self._has_more or drops_tokens:
                     return by_torch(**inputs)  # whose products' rows would depend on each other
                 hooked = tuple(each in with_hooks and has_hook(each) for each in layers)
                 run = partial(_run_by, *by_layers(), inputs)
@@ -307,34 +303,25 @@ class FusedForwards:
 
     def _by_job(self, request: _JobRequest) -> Tensor | None:
         """Return logits [num_rows, …, vocab_size]; None, with nothing written, if impossible."""
-        sizes, num = self._sizes, request.input_ids.shape[1]
-        input_ids, positions = self._weights.replaced(request.input_ids), request.positions
-        states = alone(lambda: self._weights.embedded(input_ids, positions))
-        if states.dtype is not torch.float32 or states.shape != (1, num, sizes.hidden):
-            return None
-        # Angles of all pieces at once: some depend on the length of the text.
-        angles = alone(lambda: self._angles(states, request))
-        make_inputs = self._weights.make_inputs
-        inputs = None if make_inputs is None else make_inputs(input_ids, states, self._product)
-        pieces = self._pieces(request, angles, inputs)
+        sizes, weights, num = self._sizes, self._weights, request.input_ids.shape[1]
+        # For all pieces at once: some angles depend on the length of the text.
+        given = alone(lambda: self._given(request))
+        pieces = self._pieces(request, given)
         if pieces is None:
             return None
+        states = torch.empty((num, sizes.hidden), dtype=torch.float32, device="cpu")
+        table, done = weights.table(request.held or _Held()), 0
         if request.by_layers is not None:
+            for piece in pieces if weights.starts[0] > 1 else ():  # what layers get besides states
+                self._run_piece(piece, states, table, (0, weights.starts[0]))
             logits = request.by_layers(partial(self._run_layer, request, pieces))
         else:
-            wide = _written(states)
             logits = states.new_empty((1, len(request.kept), sizes.vocab_size))
-            table, done = self._weights.table(request.held or _Held()), 0
-            transform = self._weights.transform
             for piece in pieces:
-                is_last = transform is None and piece.layers[1] == sizes.num_layers
+                is_last = piece.phases[1] == weights.num_phases
                 of_piece = logits[0, done:] if is_last else None
-                self._run_piece(piece, wide, table, piece.layers, of_piece)
+                self._run_piece(piece, states, table, piece.phases, of_piece)
                 done += len(piece.kept)
-            if transform is not None:
-                last = wide[torch.from_numpy(request.kept)][None]
-                logits = self._by_head(transform(last, self._product))
-            logits = self._weights.finish(logits)
         for part in request.parts:
             part.cache.count(part.num)
         return logits
@@ -351,7 +338,7 @@ class FusedForwards:
             return self._by_head(states)
         if number > 0 and not hooked[number] and not hooked[number - 1]:
             return states  # it has run together with an earlier layer
-        wide = _written(states)
+        wide = states[0].clone(memory_format=torch.contiguous_format)
         end = number + 1
         while end < last and not hooked[number] and not hooked[end]:
             end += 1
@@ -359,8 +346,9 @@ class FusedForwards:
             raise ValueError(f"a layer has states of {len(wide)} tokens")
         held = (request.held or _Held()).part(number, end)
         table = self._weights.table(held, (number, end))
+        phases = self._weights.starts[number], self._weights.starts[end] + 1
         for piece in pieces:
-            self._run_piece(piece, wide, table, (number, end))
+            self._run_piece(piece, wide, table, phases)
         return wide[None]
 
     def _by_head(self, states: Tensor) -> Tensor:
@@ -373,30 +361,31 @@ class FusedForwards:
             raise ValueError("weights are no plain matrices any more")
         return self._products.product(states, linear.weight, linear.bias)
 
-    def _pieces(
-        self, request: _JobRequest, angles: Sequence[Tensor], inputs: Tensor | None
-    ) -> list[_Piece] | None:
+    def _pieces(self, request: _JobRequest, given: Sequence[Tensor]) -> list[_Piece] | None:
         """Describe the tokens that one job runs; None if no job can.
 
         Args:
             request: the forward.
-            angles: what modules give of positions, float32 [num_tokens, …].
-            inputs: what layers get besides states, float32 [num_layers, num_tokens, size], if any.
+            given: what modules give, float32 [num_tokens, …].
         """
         sizes, num, all_caches = self._sizes, request.input_ids.shape[1], self._caches(request)
         if all_caches is None:
             return None
+        starts, num_phases = self._weights.starts, self._weights.num_phases
+        num_inputs = dict(sizes.memory).get(words.INPUTS, 0)
+        inputs = torch.empty((num, num_inputs), dtype=torch.float32, device="cpu")
         step, pieces = MOST_TOKENS if len(request.parts) == 1 else num, []
         spans = [(start, min(step, num - start)) for start in range(0, num, step)]
-        ends = [(0, sizes.num_layers)] * len(spans)
+        ends = [(0, num_phases)] * len(spans)
         may_drop = self._num_writing < sizes.num_layers and request.by_layers is None
         if may_drop and len(request.parts) == 1 and request.kept.tolist() == [num - 1] != [0]:
-            ends = [(0, self._num_writing)] * len(spans) + [(self._num_writing, sizes.num_layers)]
+            middle = starts[self._num_writing]
+            ends = [(0, middle + 1)] * len(spans) + [(middle, num_phases)]
             spans.append((num - 1, 1))
-        for (start, size), layers in zip(spans, ends, strict=True):
+        for (start, size), phases in zip(spans, ends, strict=True):
             caches = all_caches.copy()
             caches[..., words.NUM_KEYS] -= num - start - size
-            at = np.array([each[start:].data_ptr() for each in angles], np.int64)
+            at = np.array([each[start:].data_ptr() for each in given], np.int64)
             positions = request.positions[0, start:]
             parts = np.array(
                 [
@@ -406,19 +395,18 @@ class FusedForwards:
                 ]
             )
             job = np.zeros(words.JOB_SIZE, np.int64)
-            of_model = sizes.hidden, sizes.num_layers, sizes.vocab_size
-            job[: words.STATES] = size, *of_model, most_threads()
+            job[words.NUM_TOKENS], job[words.HIDDEN] = size, sizes.hidden
+            job[words.NUM_THREADS] = most_threads()
             job[words.TILES] = self._kernels.run_tiles().address
             job[words.PARTS], job[words.NUM_PARTS] = parts.ctypes.data, len(request.parts)
             job[words.CACHES] = caches.ctypes.data
             job[words.BETWEEN_SIZE] = sizes.between
             job[words.POSITIONS] = positions.data_ptr()
-            job[words.SCORES_SIZE] = sizes.num_experts + 1
+            job[words.INPUTS] = inputs[start:].data_ptr()
             inside = request.kept[(request.kept >= start) & (request.kept < start + size)]
-            inside = inside[: len(inside) if layers[1] == sizes.num_layers else 0]
-            of_layers = [] if inputs is None else [each[start:].data_ptr() for each in inputs]
-            made = job, at, of_layers, (parts, caches, positions)
-            pieces.append(_Piece(start, size, layers, inside - start, *made))
+            inside = inside[: len(inside) if phases[1] == num_phases else 0]
+            made = job, at, (parts, caches, positions, inputs)
+            pieces.append(_Piece(start, size, phases, inside - start, *made))
         return pieces
 
     def _run_piece(
@@ -426,36 +414,28 @@ class FusedForwards:
         piece: _Piece,
         states: Tensor,
         table: NDArray[np.int64],
-        layers: tuple[int, int],
+        phases: tuple[int, int],
         logits: Tensor | None = None,
     ) -> None:
-        """Run some layers on tokens, and write their keys and values.
+        """Run some phases on tokens, and write their keys and values.
 
         Args:
             piece: the tokens.
             states: float32 [num_tokens, hidden_size] of all pieces, which are overwritten.
-            table: a table of `_Weights.table`; gets the addresses of the piece's angles.
-            layers: the first layer, and the one behind the last.
-            logits: gets the logits of the kept tokens; None if more layers follow.
+            table: a table of `_Weights.table`; gets the addresses of what modules give.
+            phases: the first phase, and the one behind the last.
+            logits: gets the logits of the kept tokens; None if more phases follow.
         """
-        job, num, (first, end) = piece.job.copy(), piece.num, layers
+        job, num, (first, end) = piece.job.copy(), piece.num, phases
         turning = self._weights.turning
-        if len(turning):
-            table.reshape(-1)[turning[:, 0]] = piece.angles[turning[:, 1]]
-        if piece.inputs:
-            table[: self._sizes.num_layers, words.INPUTS] = piece.inputs
-        job[words.ADDITIONS] = table[self._sizes.num_layers + 1 :].ctypes.data
-        last = table[self._sizes.num_layers]
-        job[words.LAST_ROWS :] = last[: 1 + words.PRODUCT_SIZE]
+        table.reshape(-1)[turning[:, 0]] = piece.given[turning[:, 1]]
+        job[words.ADDITIONS] = table[self._weights.num_phases :].ctypes.data
         job[words.STATES] = states.data_ptr() + 4 * self._sizes.hidden * piece.start
-        job[words.NUM_LAYERS] = end - first
-        job[words.LAYERS] = table.ctypes.data + 8 * words.LAYER_SIZE * first
-        job[words.CACHES] += 8 * words.CACHE_SIZE * job[words.NUM_PARTS] * first
+        job[words.LIST], job[words.NUM_PHASES] = table[first:].ctypes.data, end - first
         num_threads = int(job[words.NUM_THREADS])
         workspace = self._workspace(num, num_threads)
         workspace.describe(job)
         if logits is None:
-            job[words.LAST_ROWS :] = job[words.VOCAB_SIZE] = 0
             job[words.KEPT], job[words.NUM_KEPT] = job[words.EVERY], num
         else:
             job[words.KEPT], job[words.NUM_KEPT] = piece.kept.ctypes.data, len(piece.kept)
@@ -464,12 +444,12 @@ class FusedForwards:
         self._workspaces.append(workspace)
 
     def _caches(self, request: _JobRequest) -> NDArray[np.int64] | None:
-        """Return addresses in the caches by layer and part, CACHE_SIZE each; None if unknown."""
+        """Return addresses in the caches by layer that keeps keys, and part; None if unknown."""
         found = [part.cache.slot_addresses(part.num, self._states) for part in request.parts]
         known = [each for each in found if each is not None]
         if len(known) < len(found):
             return None
-        caches: NDArray[np.int64] = np.stack(known, axis=1)[self._keeper]
+        caches: NDArray[np.int64] = np.stack(known, axis=1)
         num_keys = caches[..., words.NUM_KEYS]
         for number, part in enumerate(request.parts):
             for kind, mask in enumerate(part.masks):
@@ -479,19 +459,24 @@ class FusedForwards:
                     return None
         return caches
 
-    def _angles(self, states: Tensor, request: _JobRequest) -> list[Tensor]:
-        """Let the model make its angles, and what else it makes of positions alone."""
-        positions, model = request.positions, request.model
+    def _given(self, request: _JobRequest) -> list[Tensor]:
+        """Let the model make its embedding and angles, and what else is of positions alone."""
+        positions, model, num = request.positions, request.model, request.positions.shape[1]
         assert model is not None
-        given = {words.STATES_GIVEN: states, words.POSITIONS_GIVEN: positions}
-        given[words.AXES_GIVEN] = positions.expand(3, -1, -1)
-        made = []
-        for name, plan in self._weights.rotaries:
+        given = {words.POSITIONS_GIVEN: positions, words.AXES_GIVEN: positions.expand(3, -1, -1)}
+        given[words.TOKENS_GIVEN] = self._weights.replaced(request.input_ids)
+        given[words.STATES_GIVEN] = torch.zeros(1, dtype=torch.float32, device="cpu").expand(
+            1, num, self._sizes.hidden
+        )
+        made, found = [], []
+        for name, plan in self._weights.calls:
             args, kwargs = given_to(plan, given)
-            for each in tensors_of(model.get_submodule(name)(*args, **kwargs)):
-                real = torch.view_as_real(each) if each.is_complex() else each
-                made.append(real.float().reshape(positions.shape[1], -1).contiguous())
-        return made
+            made.append(tensors_of(model.get_submodule(name)(*args, **kwargs)))
+        for call, part, size in self._weights.wanted:
+            each = made[call][part]
+            real = torch.view_as_real(each) if each.is_complex() else each
+            found.append(real.float().reshape(num, size).contiguous())
+        return found
 
     def _workspace(self, num_tokens: int, num_threads: int) -> "_Workspace":
         """Return memory for so many tokens that no other thread uses."""
@@ -499,7 +484,8 @@ class FusedForwards:
             found = self._workspaces.pop()
             if found.fits(num_tokens, num_threads):
                 return found
-        return _Workspace(self._kernels, self._sizes, num_tokens, num_threads)
+        of_plan = self._sizes, self._weights.num_phases
+        return _Workspace(self._kernels, *of_plan, num_tokens, num_threads)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -615,11 +601,6 @@ def _place_of(mask: Tensor | None, start: int) -> tuple[int, int]:
     return (0, 0) if mask is None else (mask[start:].data_ptr(), mask.stride(0))
 
 
-def _written(states: Tensor) -> Tensor:
-    """Return a copy of states [1, num_tokens, hidden_size] that a job may write to."""
-    return states[0].clone(memory_format=torch.contiguous_format)
-
-
 class _Held:
     """Keeps the memory of weights alive while their addresses are in use.
 
@@ -641,100 +622,6 @@ class _Held:
         """Hold the memory of weights."""
         self._memory = [*map(Tensor.detach, weights)]
         self.addresses = [*map(Tensor.data_ptr, self._memory)]
-
-
-def _calling(plan: CallPlan) -> Callable[[Mapping[Any, Any]], Any]:
-    """Return a function that calls a module, weakly referenced, with tensors for placeholders."""
-    module, unheld = _reference(plan.module), plan._replace(module=None)
-
-    def call(tensors: Mapping[Any, Any]) -> Any:
-        args, kwargs = given_to(unheld, tensors)
-        return module()(*args, **kwargs)
-
-    return call
-
-
-def _giving_inputs(plan: InputsPlan, num_layers: int) -> Callable[..., Tensor]:
-    """Return a function of tokens, states and products that gives what layers get besides states.
-
-    torch's products of several tokens depend on how many they are, so its own are not used.
-    """
-    linear, looks, rows = _reference(plan.product), [*map(_calling, plan.calls)], _Rows(plan.rows)
-
-    def give(tokens: Tensor, states: Tensor, product: Callable[[Tensor, Any], Tensor]) -> Tensor:
-        looked = [look({words.TOKENS_GIVEN: tokens})[0] for look in looks]
-        whole = rows([*looked, product(states, linear())[0]])
-        return whole.view(len(whole), num_layers, -1).transpose(0, 1).contiguous()
-
-    return give
-
-
-def _transforming(plan: TransformPlan) -> Callable[[Tensor, Callable[[Tensor, Any], Tensor]], Any]:
-    """Return a function that transforms states by a plan, whose modules are weakly referenced."""
-    linear = _reference(plan.linear)
-    before, after = (each and _Rows(each) for each in (plan.before, plan.after))
-
-    def transform(states: Tensor, product: Callable[[Tensor, Any], Tensor]) -> Any:
-        given = before([states[0]])[None] if before else states
-        made = product(given, linear())
-        return after([made[0]])[None] if after else made
-
-    return transform
-
-
-class _Rows:
-    """A program that Python runs for some tokens."""
-
-    def __init__(self, plan: RowsPlan) -> None:
-        self._num_scratch, self._num_inputs = plan.num_scratch, plan.num_inputs
-        self._places = [(place.first, size) for place, size in plan.places]
-        self._constants = [(weakref.ref(each.module), each.name) for each in plan.constants]
-        self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_program_of(plan))
-
-    def __call__(self, given: Sequence[Tensor]) -> Tensor:
-        """Return results, float32 [num_tokens, numbers], of inputs [num_tokens, …]."""
-        num, given = len(given[0]), [each.flatten(1).float().contiguous() for each in given]
-        scratch = given[0].new_empty(self._num_scratch + 16)
-        inputs, ends = self._places[: self._num_inputs], self._places[self._num_inputs :]
-        out = given[0].new_empty((num, max(first + size for first, size in ends)))
-        constants = [_held(module(), name) for module, name in self._constants]
-        if not all(is_plain(each, torch.float32) for each in constants):
-            raise ValueError("weights are no plain matrices any more")
-        places = [(scratch.data_ptr(), 0)]
-        places += [(given[which].data_ptr(), 4 * given[which].shape[1]) for which, _ in inputs]
-        places += [(each.data_ptr(), 0) for each in constants]
-        places += [(out.data_ptr() + 4 * first, 4 * out.shape[1]) for first, _ in ends]
-        bases, steps = np.array(places, np.int64).T
-        rows = np.ascontiguousarray(bases + steps * np.arange(num)[:, None])
-        for token in range(num):
-            self._run(rows[token].ctypes.data)
-        return out
-
-
-def _finishing(plan: ColumnsPlan | None) -> Callable[[Tensor], Tensor]:
-    """Return a function from the head's results to logits, in their place."""
-    if plan is None:
-        return lambda logits: logits
-    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_columns_of(plan))
-    constants = [(weakref.ref(each.module), each.name, first) for each, first, _ in plan.constants]
-
-    def finish(logits: Tensor) -> Tensor:
-        held = [_held(module(), name) for module, name, _ in constants]
-        pairs = zip(held, constants, strict=True)
-        addresses = [each.data_ptr() + 4 * first for each, (*_, first) in pairs]
-        logits = logits.contiguous()
-        start = logits.data_ptr()
-        given = np.array([logits.numel(), start, *addresses, start], np.int64)
-        run(given.ctypes.data)
-        return logits
-
-    return finish
-
-
-def _held(module: Any, name: str) -> Tensor:
-    kind = "_buffers" if name in module._buffers else "_parameters"
-    found: Tensor = vars(module)[kind][name]
-    return found
 
 
 def _program_of(plan: RowsPlan) -> int:
@@ -759,130 +646,137 @@ def _columns_of(plan: ColumnsPlan) -> int:
     return address_of(plan.text, ["given[0]", *given])
 
 
-def _reference(module: nn.Module | None) -> Callable[[], Any]:
-    return (lambda: None) if module is None else weakref.ref(module)
-
-
 class _Weights:
-    """Addresses of a plan's weights, in the form of a job; looked up anew for each forward.
+    """A plan as the rows of a job, with addresses of weights, looked up anew for each forward.
 
     Attributes:
         head: a weak reference to the module that makes logits of states.
-        make_inputs: gives what layers get besides states, float32 [num_layers, num_tokens, size],
-            for tokens, states and a function for products; None if they get nothing.
-        transform: turns the last states into the head's input, given a function for products; None
-            if there is only a norm between them, or nothing.
-        finish: turns the head's results into logits, in their place.
-        of_kind: numbers of the layers that have each kind of mask.
-        rotaries: names of the modules that make angles, and what they get.
-        turning: int64 [addresses of angles, 2], where each is in the table, and its number among
-            all results of rotaries.
+        num_phases: number of all phases.
+        starts: the first phase of each layer, and of what follows.
+        of_kind: numbers of the caches that each kind of mask is for.
+        calls: names of the modules that make embeddings and angles, and what they get.
+        wanted: what is used of these: number of the call and of its result, numbers of a token.
+        turning: int64 [addresses, 2], where each is in the table, and its number in `wanted`.
     """
 
     def __init__(
         self,
         plan: DecoderPlan,
         kinds: Sequence[str],
+        keeping: Sequence[int],
         compiled: Any,
         names: Mapping[nn.Module, str],
     ) -> None:
-        self._end, self._all_names, sizes = len(plan.layers), names, plan.sizes
-        calls, rows, replaced = plan.embedding
-        ids = torch.tensor(replaced, dtype=torch.int64, device="cpu") if replaced else None
-        self._replaced = None if ids is None else ids.unbind(1)
-        self._lookups = [*map(_calling, calls)]
-        self._embed = None if rows is None else _Rows(rows)
-        self.make_inputs = None if plan.inputs is None else _giving_inputs(plan.inputs, self._end)
+        self._all_names, self._compiled = names, compiled
+        ids = torch.tensor(plan.replaced, dtype=torch.int64, device="cpu")
+        self._replaced = ids.unbind(1) if plan.replaced else None
         self.head: Callable[[], Any] = weakref.ref(plan.head)
-        self.transform = None if plan.transform is None else _transforming(plan.transform)
-        self.finish = _finishing(plan.finish)
-        # Rows behind the layers': last program and head, then additions, then what describes
-        # programs, experts, recurrences and latents.
-        num_added = sum(len(each.added) for each in products_of(plan))
-        self._rows = [
-            np.zeros(words.LAYER_SIZE, np.int64) for _ in range(self._end + 1 + num_added)
-        ]
-        indices = [kinds.index(kind) for kind in plan.kinds]
-        self.of_kind = [np.flatnonzero(np.array(indices) == kind) for kind in range(len(kinds))]
-        # Parameters by module and name, with the number of their word and an offset in bytes. The
-        # last norm and the head count as the layer after the last; additions follow.
+        lists = [plan.ahead, *(layer.phases for layer in plan.layers), plan.last]
+        self.num_phases = sum(_num_rows(each) for phases in lists for each in phases)
+        # Rows behind those of phases: additions, then what describes programs, and what mixes
+        # tokens.
+        num = self.num_phases + sum(len(each.added) for each in products_of(plan))
+        self._rows = [np.zeros(words.ROW_SIZE, np.int64) for _ in range(num)]
+        self._num_filled = self._num_added = 0
+        # Parameters by module and name, with the number of their word and an offset in bytes.
         self._slots: list[tuple[Any, ...]] = []
         self._absent: list[tuple[int, Callable[[], Any], str]] = []  # parameters that are None
-        bounds = [0]  # index of the first parameter of each layer, and of the parts behind
-        self.rotaries: list[tuple[str, CallPlan]] = []
-        self._turning: list[tuple[int, int, int]] = []
-        num_added = 0
-        for number, layer in enumerate(plan.layers):
-            row, between = self._rows[number], 0
-            steps = _steps_of(layer, sizes)
-            for index, rows in enumerate(layer.rows):
-                row[words.BEFORE + index] = self._add_rows(rows, steps)
-            row[words.INNER_COLUMNS] = self._add_columns(layer.inner)
-            row[words.INPUT_COLUMNS] = self._add_columns(layer.of_inputs)
-            if layer.gate is not None:
-                row[words.GATED] = self._add_columns(layer.gate.columns)
-                row[words.FIRST_GATE], row[words.GATE_STEP] = layer.gate[1:]
-            for index, product in enumerate(layer.products):
-                word = words.PRODUCT_SIZE * index
-                row[word + words.FIRST_ADDED] = num_added
-                if product is not None:
-                    self._add_matrix(number, word, product.module, product.first)
-                    row[word + words.NUM_COLUMNS] = product.num
-                    for added in product.added:
-                        of_added = self._end + 1 + num_added
-                        self._add_addition(of_added, added, product.first, between)
-                        between += added.first.out_features
-                        num_added += 1
-                row[word + words.END_ADDED] = num_added
-            if layer.experts is not None:
-                row[words.EXPERTS] = self._add_row()
-                self._add_experts(len(self._rows) - 1, layer.experts, steps)
-            if layer.recurrence is not None:
-                row[words.RECURRENCE] = self._add_row()
-                self._add_recurrence(len(self._rows) - 1, layer.recurrence)
-            if layer.latents is not None:
-                turn = self._add_rows(layer.latents.turn, steps)
-                row[words.LATENT] = self._add_row()
-                self._add_latents(len(self._rows) - 1, layer.latents, compiled)
-                self._rows[-1][words.TURN] = turn
-                self._rows[-1][words.TURNED_PLACE] = layer.latents.of_row
-            if layer.heads is not None:
-                row[words.NUM_HEADS : words.QUERIES_SIZE] = layer.heads
-                row[words.QUERIES_SIZE] = layer.row_of_queries
-            row[words.RUN_ATTENTION : words.NUM_HEADS] = _jobs_of(layer, compiled)
-            row[words.INNER_SIZE], row[words.INPUT_SIZE] = layer.num_inner, layer.num_of_inputs
-            row[words.READS], row[words.SEES] = layer.keys_of is not None, indices[number]
-            row[words.SCALING], row[words.SOFTCAP] = _bits(layer.scaling), _bits(layer.softcap)
-            row[words.FIRST_QUERY : words.GATED] = layer.order
-            row[words.MIXED_SIZE], row[words.ATTENDED_SIZE] = layer.mixed, layer.attended
-            if layer.convolution is not None:
-                row[words.TAPS] = layer.convolution.kernel_size[0]
-                self._add(number, words.CONVOLUTION, layer.convolution, "weight")
-                self._add(number, words.CONVOLUTION_BIAS, layer.convolution, "bias")
-            if layer.sinks is not None:
-                self._add(number, words.SINKS, layer.sinks, "sinks")
-            bounds.append(len(self._slots))
-        last = self._rows[self._end]
-        last[0] = self._add_rows(plan.last, _steps_of(plan.layers[0], sizes))
-        self._add_matrix(self._end, 1, plan.head)
+        self._bounds: list[int] = []  # index of the first parameter of each layer, and behind
+        self.starts: list[int] = []
+        self.calls: list[tuple[str, CallPlan]] = []
+        self.wanted: list[tuple[int, int, int]] = []
+        self._turning: list[tuple[int, int]] = []
+        seen = [set[int]() for _ in kinds]
+        for number, phases in enumerate(lists):
+            if number > 0:
+                self.starts.append(self._num_filled)
+                self._bounds.append(len(self._slots))
+            if 0 < number <= len(plan.layers):
+                layer = plan.layers[number - 1]
+                kind, keys_of = kinds.index(plan.kinds[number - 1]), layer.mixing.keys_of
+                cache = keeping.index(number - 1 if keys_of is None else keys_of)
+                seen[kind].add(cache)
+                self._add_phases(phases, kind, cache)
+                if self._num_filled < self.num_phases:
+                    at_end = self._add_rows(layer.at_end)
+                    self._rows[self._num_filled][words.AT_END] = at_end
+            else:
+                self._add_phases(phases)
+        self.of_kind = [np.array(sorted(each), np.int64) for each in seen]
         self._table = np.stack(self._rows)
-        first_of, num = dict[int, int](), 0
-        for which in range(len(self.rotaries)):
-            first_of[which] = num
-            num += max(part for _, of, part in self._turning if of == which) + 1
-        self.turning = np.array(
-            [(place, first_of[which] + part) for place, which, part in self._turning], np.int64
-        ).reshape(-1, 2)
+        self.turning = np.array(self._turning, np.int64).reshape(-1, 2)
         slots = zip(*self._slots, strict=True)
         self._modules, self._kinds, self._names, index, starts, self._known = slots
-        self._index, self._starts, self._bounds = np.array(index), np.array(starts), bounds
+        self._index, self._starts = np.array(index), np.array(starts)
+
+    def _add_phases(self, phases: Iterable[Any], kind: int = 0, cache: int = 0) -> None:
+        """Describe phases, with the number of the layer's masks and of its cache."""
+        for phase in phases:
+            row, number = self._rows[self._num_filled], self._num_filled
+            if type(phase) is RowsStep:
+                row[words.TOKENS], row[words.BEFORE] = phase.tokens, self._add_rows(phase.before)
+                row[words.AT_END] += self._add_rows(phase.at_end)
+            elif type(phase) is ProductsPlan:
+                self._add_products(number, phase)
+            else:
+                is_mixing = type(phase) is MixingPlan
+                add: Any = self._add_mixing if is_mixing else self._add_experts
+                of, run = self._add_row(), _job_of(phase, self._compiled)
+                add(len(self._rows) - 1, phase)
+                for step in range(_num_rows(phase)):
+                    row = self._rows[number + step]
+                    row[words.RUN : words.CACHE + 1] = run, step, of, kind, cache
+            self._num_filled += _num_rows(phase)
+
+    def _add_products(self, number: int, plan: ProductsPlan) -> None:
+        row, between = self._rows[number], 0
+        row[words.GIVEN], row[words.NUM_GIVEN] = plan.given, plan.products[0].num_inputs
+        row[words.TARGET], row[words.NUM_MADE] = plan.target, plan.num_made
+        row[words.COLUMNS], row[words.TOKENS] = self._add_columns(plan.columns), plan.tokens
+        if plan.beside is not None:
+            row[words.BESIDE : words.BESIDE_STEP + 1] = plan.beside[:3]
+        for word in range(0, words.GIVEN, words.PRODUCT_SIZE):
+            index = word // words.PRODUCT_SIZE
+            row[word + words.FIRST_ADDED] = self._num_added
+            if index < len(plan.products):
+                product = plan.products[index]
+                self._add_matrix(number, word, product.module, product.first)
+                row[word + words.NUM_COLUMNS] = product.num
+                for added in product.added:
+                    of_added = self.num_phases + self._num_added
+                    self._add_addition(of_added, added, product.first, between)
+                    between += added.first.out_features
+                    self._num_added += 1
+            row[word + words.END_ADDED] = self._num_added
+
+    def _add_mixing(self, number: int, plan: MixingPlan) -> None:
+        row, (scaling, softcap, sinks) = self._rows[number], plan.settings
+        row[words.MIXED_SIZE : words.SCALING] = plan.mixed, plan.attended, plan.row_of_queries
+        row[words.SCALING], row[words.SOFTCAP] = _bits(scaling), _bits(softcap)
+        row[words.READS], row[words.HEADS] = plan.keys_of is not None, self._add_rows(plan.rows)
+        if sinks is not None:
+            self._add(number, words.SINKS, sinks, "sinks")
+        if plan.heads is not None:
+            row[words.NUM_HEADS : words.READS] = plan.heads
+        if plan.gate is not None:
+            row[words.GATED] = self._add_columns(plan.gate.columns)
+            row[words.FIRST_GATE], row[words.GATE_STEP] = plan.gate[1:]
+        if plan.convolution is not None:
+            row[words.TAPS] = plan.convolution.kernel_size[0]
+            row[words.FIRST_QUERY : words.FIRST_VALUE + 1] = plan.order
+            self._add(number, words.CONVOLUTION, plan.convolution, "weight")
+            self._add(number, words.CONVOLUTION_BIAS, plan.convolution, "bias")
+        if plan.recurrence is not None:
+            self._add_recurrence(number, plan.recurrence)
+        if plan.latents is not None:
+            self._add_latents(number, plan.latents)
 
     def _add_row(self) -> int:
         """Add a row to the table; return its number among those behind the layers, from 1 on."""
-        self._rows.append(np.zeros(words.LAYER_SIZE, np.int64))
-        return len(self._rows) - 1 - self._end
+        self._rows.append(np.zeros(words.ROW_SIZE, np.int64))
+        return len(self._rows) - self.num_phases
 
-    def _add_rows(self, plan: RowsPlan | None, steps: Mapping[int, int]) -> int:
+    def _add_rows(self, plan: RowsPlan | None) -> int:
         """Add the row that describes a program; return its number, 0 for none."""
         if plan is None:
             return 0
@@ -898,24 +792,28 @@ class _Weights:
                 row[word] = words.NOTHING
                 self._add(index, word + 1, place.module, place.name)
                 continue
-            step = steps.get(place.word, 4 * size)
+            step = 8 if place.word == words.POSITIONS else 4 * (place.step or size)
             row[word : word + 3] = place.word, 4 * place.first, step
             if place.made is not None:
                 row[word + 1] = 0
-                at = index * words.LAYER_SIZE + word + 1
-                self._turning.append((at, self._rotary(place.made), place.first))
+                at = index * words.ROW_SIZE + word + 1
+                self._turning.append((at, self._number_of(place, size)))
         for module in dict.fromkeys(each.module for each in plan.constants):
             for name, each in module._parameters.items():
                 if each is None:
                     self._absent.append((len(self._slots), weakref.ref(module), name))
         return number
 
-    def _rotary(self, plan: CallPlan) -> int:
-        """Return the number of a call that makes angles."""
-        made = self._all_names[plan.module], plan._replace(module=None)
-        if made not in self.rotaries:
-            self.rotaries.append(made)
-        return self.rotaries.index(made)
+    def _number_of(self, place: Place, size: int) -> int:
+        """Return the number of what a call gives, among all that is wanted."""
+        assert place.made is not None
+        made = self._all_names[place.made.module], place.made._replace(module=None)
+        if made not in self.calls:
+            self.calls.append(made)
+        wanted = self.calls.index(made), place.first, size
+        if wanted not in self.wanted:
+            self.wanted.append(wanted)
+        return self.wanted.index(wanted)
 
     def _add_columns(self, plan: ColumnsPlan | None) -> int:
         """Add the row that describes what becomes of columns; return its number, 0 for none."""
@@ -938,13 +836,13 @@ class _Weights:
         row[words.START] = start
         row[words.TIMES] = _bits(added.times)
 
-    def _add_experts(self, number: int, plan: ExpertsPlan, steps: Mapping[int, int]) -> None:
+    def _add_experts(self, number: int, plan: ExpertsPlan) -> None:
         row, stacks = self._rows[number], plan.stacks
         self._add_matrix(number, words.ROUTER, plan.router)
         if plan.shared_gate is not None:
             self._add_matrix(number, words.SHARED_GATE, plan.shared_gate)
         row[words.NUM_CHOSEN], row[words.EXPERT_INNER] = plan.num_chosen, stacks.inner
-        row[words.CHOOSE] = self._add_rows(plan.choose, steps)
+        row[words.CHOOSE] = self._add_rows(plan.choose)
         row[words.GATING] = _columns_of(ColumnsPlan(stacks.gating, 2, ()))
         self._add_stacks(number, stacks)
 
@@ -972,8 +870,8 @@ class _Weights:
 
     def _add_recurrence(self, number: int, plan: RecurrencePlan) -> None:
         row = self._rows[number]
-        row[words.KEY_HEADS : words.COLUMNS] = plan.heads
-        row[words.COLUMNS : words.CHANNELS] = *plan.columns, *plan.steps
+        row[words.KEY_HEADS : words.FIRST_COLUMNS] = plan.heads
+        row[words.FIRST_COLUMNS : words.CHANNELS] = *plan.columns, *plan.steps
         row[words.CHANNELS : words.NUM_NORMED] = plan.channels
         row[words.NUM_NORMED], row[words.IS_DELTA] = plan.num_normed, plan.is_delta
         row[words.EPS] = _bits(plan.eps)
@@ -981,7 +879,7 @@ class _Weights:
         for word, name in enumerate(plan.names, words.DECAY_BIASES):
             self._add(number, word, plan.module, name)
 
-    def _add_latents(self, number: int, plan: LatentsPlan, compiled: Any) -> None:
+    def _add_latents(self, number: int, plan: LatentsPlan) -> None:
         row, products = self._rows[number], {words.EXPAND: plan.expand}
         if plan.query is not None:
             products[words.SECOND_QUERY] = plan.query
@@ -991,7 +889,8 @@ class _Weights:
         require(expand.dtype in FORMATS, "what latents are expanded by is in blocks")
         row[words.OF_EXPAND] = FORMATS[expand.dtype]
         row[words.STRAIGHT : words.ATTEND] = plan[2:5]
-        row[words.ATTEND] = compiled.run_attention().address
+        row[words.ATTEND] = self._compiled.run_attention().address
+        row[words.TURN], row[words.TURNED_PLACE] = self._add_rows(plan.turn), plan.of_row
 
     def _add_matrix(self, number: int, word: int, module: Any, column: int = 0) -> None:
         """Describe a linear layer, from one of its columns on."""
@@ -1044,7 +943,7 @@ class _Weights:
         if weight is None:
             self._absent.append((len(self._slots), weakref.ref(module), name))
         else:
-            index = number * words.LAYER_SIZE + word
+            index = number * words.ROW_SIZE + word
             known = dtype, weight.shape
             self._slots.append((weakref.ref(module), kind, name, index, start, known))
 
@@ -1053,12 +952,6 @@ class _Weights:
         for placeholder, token in zip(*self._replaced, strict=True) if self._replaced else ():
             tokens = torch.where(tokens == placeholder, token, tokens)
         return tokens
-
-    def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return the states of the first layer."""
-        given = {words.TOKENS_GIVEN: tokens, words.POSITIONS_GIVEN: positions}
-        looked = [look({**given, words.STATES_GIVEN: None}) for look in self._lookups]
-        return looked[0] if self._embed is None else self._embed([x[0] for x in looked])[None]
 
     def fit(self, part: slice = slice(None)) -> bool:
         """Return whether all weights are still plain matrices in memory."""
@@ -1080,9 +973,7 @@ class _Weights:
         return [None if each is None else vars(each)[kind] for each, kind in kinds]
 
     def table(self, held: _Held, layers: tuple[int, int] | None = None) -> NDArray[np.int64]:
-        """Return the words of all layers, of what comes last, and of additions.
-
-        They are [num_layers + 1 + num_additions, LAYER_SIZE], for one forward at a time.
+        """Return the rows of all phases, of additions and descriptions, for one forward at a time.
 
         Args:
             held: holds the weights and the words, made again only where weights have moved.
@@ -1107,40 +998,37 @@ class _Weights:
         return table
 
 
-def _jobs_of(layer: LayerPlan, compiled: Any) -> tuple[int, int]:
-    """Return RUN_ATTENTION and RUN_EXPERTS of a layer; what they name is compiled now."""
-    run = compiled.run_attention if layer.convolution is None else compiled.run_convolution
-    if layer.latents is not None:
+def _job_of(phase: MixingPlan | ExpertsPlan, compiled: Any) -> int:
+    """Return the address of what runs a phase, which is compiled now."""
+    run: Any = compiled.run_attention
+    if isinstance(phase, ExpertsPlan):
+        run = compiled.run_experts
+    elif phase.latents is not None:
         from lade.forward._latents import run_latents as run
-    if layer.recurrence is not None:
+    elif phase.recurrence is not None:
         from lade.forward._recurrence import run_recurrence as run
-    return run().address, 0 if layer.experts is None else compiled.run_experts().address
+    elif phase.convolution is not None:
+        run = compiled.run_convolution
+    return int(run().address)
 
 
-def _steps_of(layer: LayerPlan, sizes: DecoderSizes) -> dict[int, int]:
-    """Return the bytes from one token to the next where these are not those of its numbers."""
-    return {
-        words.STATES: 4 * sizes.hidden,
-        words.ADDED: 4 * sizes.hidden,
-        words.MIXED: 4 * layer.mixed,
-        words.QUERIES: 4 * layer.row_of_queries,
-        words.SAVED: 4 * sizes.kept,
-        words.SCORES: 4 * (sizes.num_experts + 1),
-        words.POSITIONS: 8,
-    }
+def _num_rows(phase: Any) -> int:
+    """Return how many phases of a job one of a plan is."""
+    if type(phase) is MixingPlan:
+        return 1 if phase.convolution is not None and phase.recurrence is None else 2
+    return 4 if type(phase) is ExpertsPlan else 1
 
 
-def _added_by(layer: LayerPlan) -> tuple[Any, ...]:
+def _added_by(plan: MixingPlan) -> tuple[Any, ...]:
     """Return what a token adds to the cache of a layer, see `TreeCache.slot_addresses`."""
-    if layer.convolution is None:
-        assert layer.heads is not None
-        _, num, of_key, of_value, more = layer.heads
-        sizes = of_key, more or of_value
-        shapes = [(1, num, 1, size) for size in sizes]
+    if plan.convolution is None:
+        assert plan.heads is not None
+        _, num, of_key, of_value, more = plan.heads
+        shapes = [(1, num, 1, size) for size in (of_key, more or of_value)]
         return tuple(torch.empty(each, dtype=torch.float32, device="cpu") for each in shapes)
-    num = layer.convolution.out_channels
+    num = plan.convolution.out_channels
     inputs = torch.empty((1, 1, 1, num), dtype=torch.float32, device="cpu")
-    return (inputs,) if layer.recurrence is None else (inputs, *added_by(layer.recurrence))
+    return (inputs,) if plan.recurrence is None else (inputs, *added_by(plan.recurrence))
 
 
 def _bits(number: float) -> int:
@@ -1151,34 +1039,22 @@ class _Workspace:
     """Memory that a job needs while it runs."""
 
     def __init__(
-        self, kernels: Any, sizes: DecoderSizes, num_tokens: int, num_threads: int
+        self,
+        kernels: Any,
+        sizes: DecoderSizes,
+        num_phases: int,
+        num_tokens: int,
+        num_threads: int,
     ) -> None:
         self._num_tokens, self._num_threads = num_tokens, num_threads
-        hidden, chosen = sizes.hidden, sizes.num_chosen
-        scratch = kernels.scratch_size(
-            *(num_tokens, hidden, sizes.head_size, sizes.between, sizes.num_experts, chosen),
-            *(sizes.taps, sizes.of_recurrence, sizes.of_latents, sizes.of_rows),
-        )
+        scratch = kernels.scratch_size(num_tokens, sizes.hidden, *sizes[5:])
+        of_words = {word: 4 * num_tokens * size for word, size in sizes.memory if word not in _OWN}
+        of_words[words.BETWEEN] = 4 * num_tokens * sizes.between
+        of_words |= {words.PHASES: 256 * num_phases, words.SCRATCH: scratch * num_threads}
         # torch aligns memory to cache lines, so two threads never write to one line.
         self._memory = {
             word: torch.empty(num, dtype=torch.uint8, device="cpu")
-            for word, num in {
-                words.NORMED: 4 * num_tokens * sizes.normed,
-                words.MIXED: 4 * num_tokens * sizes.mixed,
-                words.QUERIES: 4 * num_tokens * sizes.queries,
-                words.ATTENDED: 4 * num_tokens * sizes.attended,
-                words.INNER: 4 * num_tokens * sizes.inner,
-                words.ADDED: 4 * num_tokens * hidden,
-                words.SAVED: 4 * num_tokens * sizes.kept,
-                words.BETWEEN: 4 * num_tokens * sizes.between,
-                words.SCORES: 4 * num_tokens * (sizes.num_experts + 1),
-                words.CHOSEN: 4 * num_tokens * chosen,
-                words.SHARES: 4 * num_tokens * chosen,
-                words.OF_EXPERTS: 4 * num_tokens * chosen * sizes.expert_inner,
-                words.RESULT: 4 * num_tokens * hidden * min(chosen, 1),
-                words.PHASES: 256 * (sizes.num_layers * words.PHASES_OF_LAYER + 2),
-                words.SCRATCH: scratch * num_threads,
-            }.items()
+            for word, num in of_words.items()
         }
         self._every, self._phases = np.arange(num_tokens), self._memory[words.PHASES].numpy()
         words_of = {word: memory.data_ptr() for word, memory in self._memory.items()}

@@ -7,6 +7,7 @@ program, or does not fit into a layer of a job, raises `UnsupportedForwardError`
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,7 +92,8 @@ class Place(NamedTuple):
 
     word: int  # of the job: the address of all tokens' rows
     first: int = 0  # number in a token's row
-    made: CallPlan | None = None  # what gives them, of positions; then `first` counts its results
+    step: int = 0  # numbers from one token's row to the next; 0 if these are all of a row
+    made: CallPlan | None = None  # what gives them; then `first` counts its results
 
 
 class Constant(NamedTuple):
@@ -121,21 +123,28 @@ class ColumnsPlan(NamedTuple):
     constants: tuple[tuple[Constant, int, int], ...]  # with the first number, and the step
 
 
-class EmbeddingPlan(NamedTuple):
-    """The embedding: the first layer's input states, from tokens and positions."""
+class RowsStep(NamedTuple):
+    """A phase of a job: programs of rows."""
 
-    calls: tuple[CallPlan, ...]  # what the program takes
-    rows: RowsPlan | None  # None if the states are the result of one call
-    #: Placeholders of images, videos and audio, each with the token that is embedded instead.
-    replaced: tuple[tuple[int, int], ...] = ()
+    before: RowsPlan | None  # what the next phase gets
+    at_end: RowsPlan | None = None  # before that; of a layer's first phase, it is the last layer's
+    tokens: int = words.EVERY_TOKEN
 
 
-class InputsPlan(NamedTuple):
-    """What each layer gets of a token besides its states, all layers' numbers side by side."""
+class ProductsPlan(NamedTuple):
+    """A phase of a job: products of the same numbers."""
 
-    calls: tuple[CallPlan, ...]  # what the program takes first
-    product: nn.Linear  # of the first layer's states, what it takes last
-    rows: RowsPlan
+    products: tuple[ProductPlan, ...]
+    given: int  # word of the job, as the next
+    target: int  # of the columns side by side, or of what becomes of them
+    columns: ColumnsPlan | None = None  # of the columns of each product, and of what is beside
+    beside: Place | None = None
+    tokens: int = words.EVERY_TOKEN
+
+    @property
+    def num_made(self) -> int:
+        """Numbers that it makes of a token."""
+        return self.products[0].num if self.columns else sum(x.num for x in self.products)
 
 
 class HeadsPlan(NamedTuple):
@@ -163,6 +172,7 @@ class ExpertsPlan(NamedTuple):
     router: nn.Module  # has the weight that makes scores
     shared_gate: nn.Module | None
     choose: RowsPlan  # from scores to choices and their shares
+    num_scores: int
     num_chosen: int
 
 
@@ -183,35 +193,20 @@ class LatentsPlan(NamedTuple):
         return max(inputs, self.straight + self.turned, self.expand.num_inputs + self.value)
 
 
-class LayerPlan(NamedTuple):
-    """A decoder layer."""
+class MixingPlan(NamedTuple):
+    """Phases of a job that mix tokens: attention, or a layer's convolution or recurrence."""
 
-    # Programs before the first products, before attention, before what follows, before inputs
-    # besides states; and at the end.
-    rows: tuple[RowsPlan | None, ...]
-    # Query, or all three, key, value, or what a recurrent layer has; more; out, gate, up, down;
-    # gate and out of the inputs besides states.
-    products: tuple[ProductPlan | None, ...]
-    inner: ColumnsPlan | None  # of gate and up
-    of_inputs: ColumnsPlan | None  # of the gate of inputs
-    gate: GatePlan | None
-    kept: int  # numbers of a token that are kept within the layer
-    scaling: float
-    softcap: float
-    sinks: nn.Module | None
-    experts: ExpertsPlan | None  # with experts, the MLP is the shared expert, if there is one
-    # Instead of attention, between two gates or before a recurrence.
-    convolution: nn.Conv1d | None
-    order: tuple[int, int, int]  # the thirds of the products: gate of results, and of inputs
-    recurrence: RecurrencePlan | None
-    heads: HeadsPlan | None  # of attention
-    latents: LatentsPlan | None
-    keys_of: int | None  # number of the layer whose keys and values it reads; None for its own
-
-    @property
-    def mixed(self) -> int:
-        """Columns of the products before attention, or before what is in its place."""
-        return sum(each.num for each in self.products[:4] if each is not None)
+    mixed: int  # columns of the products before it
+    attended: int  # numbers of a token behind it
+    rows: RowsPlan | None = None  # before it
+    heads: HeadsPlan | None = None  # of attention
+    gate: GatePlan | None = None
+    settings: tuple[float, float, nn.Module | None] = (1.0, 0.0, None)  # scaling, softcap, sinks
+    keys_of: int | None = None  # number of the layer whose keys and values it reads
+    latents: LatentsPlan | None = None
+    convolution: nn.Conv1d | None = None  # between two gates, or before a recurrence
+    order: tuple[int, int, int] = (0, 0, 0)  # thirds of the columns: gate of results, and of inputs
+    recurrence: RecurrencePlan | None = None
 
     @property
     def row_of_queries(self) -> int:
@@ -222,54 +217,40 @@ class LayerPlan(NamedTuple):
         own = 0 if self.keys_of is not None or self.latents is not None else of.num_keys
         return of.num * (of.size + of.more) + own * (of.size + of.size_of_value)
 
-    @property
-    def attended(self) -> int:
-        """Numbers of a token behind attention, or behind what is in its place."""
-        assert self.products[4] is not None
-        return self.products[4].num_inputs
+
+class LayerPlan(NamedTuple):
+    """A decoder layer."""
+
+    phases: tuple[Any, ...]  # RowsStep, ProductsPlan, MixingPlan, ExpertsPlan
+    at_end: RowsPlan | None
 
     @property
-    def num_inner(self) -> int:
-        """Inner size of the MLP."""
-        return 0 if self.products[7] is None else self.products[7].num_inputs
+    def mixing(self) -> MixingPlan:
+        """Return what mixes tokens."""
+        return next(each for each in self.phases if type(each) is MixingPlan)
 
     @property
-    def num_of_inputs(self) -> int:
-        """Numbers of a token that the layer gets besides states."""
-        return 0 if self.products[9] is None else self.products[9].num_inputs
-
-
-class TransformPlan(NamedTuple):
-    """A product between the last states and the head."""
-
-    before: RowsPlan | None
-    linear: nn.Linear
-    after: RowsPlan | None
+    def experts(self) -> ExpertsPlan | None:
+        """Return the experts, if it has some."""
+        return next((each for each in self.phases if type(each) is ExpertsPlan), None)
 
 
 class DecoderSizes(NamedTuple):
-    """Sizes of a plan."""
+    """Sizes of a plan, the largest of all layers."""
 
     num_layers: int
     hidden: int
-    num_heads: int  # maximum over layers, as the following
-    head_size: int
     vocab_size: int
-    inner: int  # inner size of the largest MLP, or of a layer's inputs
-    between: int  # the factors of a layer's low-rank additions, at most
-    mixed: int  # columns of a layer's first products, at most, as the following
-    queries: int
-    normed: int  # inputs of products after a norm
-    attended: int  # numbers of a token behind attention
-    kept: int  # numbers of a token that a layer keeps
-    of_rows: int  # numbers that a thread needs for a program
+    reach: float  # tokens of the longest text that every layer sees whole
+    memory: tuple[tuple[int, int], ...]  # words of the job, and numbers of a token that lie there
+    num_experts: int
+    num_chosen: int  # of a token
+    head_size: int
+    between: int  # the factors of a phase's low-rank additions
     taps: int  # tokens that a convolution sees
     of_recurrence: int  # numbers that a thread needs for a recurrence
     of_latents: int  # the same of attention to latents, for each token
-    num_experts: int  # maximum over layers, as the following
-    num_chosen: int  # of a token
-    expert_inner: int
-    reach: float  # tokens of the longest text that every layer sees whole
+    of_rows: int  # the same of a program
 
 
 class DecoderPlan(NamedTuple):
@@ -278,39 +259,27 @@ class DecoderPlan(NamedTuple):
     sizes: DecoderSizes
     kinds: tuple[str, ...]  # of masks, by layer
     spans: tuple[AttentionSpan | None, ...]  # by layer; None if it attends to nothing
-    embedding: EmbeddingPlan
-    inputs: InputsPlan | None
+    ahead: tuple[Any, ...]  # phases: the embedding, then what layers get besides states
     layers: tuple[LayerPlan, ...]
-    last: RowsPlan | None  # between the last states and the head
-    transform: TransformPlan | None  # in its place
+    last: tuple[Any, ...]  # phases from the last states to logits
     head: nn.Linear
-    finish: ColumnsPlan | None  # from the head's results to logits
     modules: tuple[nn.Module, ...]  # of the layers
+    #: Placeholders of images, videos and audio, each with the token that is embedded instead.
+    replaced: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def embeddings(self) -> list[nn.Module]:
+        """Return the modules that the embedding calls."""
+        places = (place for place, _ in self.ahead[0].before.places)
+        return [place.made.module for place in places if place.made is not None]
 
 
-class _Mlp(NamedTuple):
+class _Part(NamedTuple):
+    """A part of a layer, between two programs of rows."""
+
     given: Value
     outs: dict[Value, Place]
-    products: tuple[ProductPlan | None, ...]  # gate, up, down
-    columns: ColumnsPlan | None
-    experts: ExpertsPlan | None
-
-
-class _Mixing(NamedTuple):
-    """Attention, a short convolution or a recurrence of a layer, which mix tokens."""
-
-    products: tuple[ProductPlan | None, ...]  # query, or all three, key, value, more, out
-    given: Value
-    out: Value
-    rows: RowsPlan | None = None
-    gate: GatePlan | None = None
-    settings: tuple[float, float, nn.Module | None] = (1.0, 0.0, None)  # scaling, softcap, sinks
-    convolution: nn.Conv1d | None = None
-    order: tuple[int, int, int] = (0, 0, 0)
-    recurrence: RecurrencePlan | None = None
-    heads: HeadsPlan | None = None
-    latents: LatentsPlan | None = None
-    keys_of: int | None = None
+    phases: tuple[Any, ...]
 
 
 class _Caching:
@@ -341,11 +310,9 @@ def read(model: Model) -> DecoderPlan:
     require(is_same, "its forward depends on the text in another way than by rows")
     placeholders = [each for each in placeholders_of(model) if each < text.vocab_size]
     if placeholders:
-        (first, *_), view = plan.embedding.calls, watched.view
         names = {module: name for name, module in model.named_modules()}
-        embedding = view.get_submodule(names[first.module])
-        replaced = _replaced(view, embedding, placeholders)
-        plan = plan._replace(embedding=plan.embedding._replace(replaced=replaced))
+        embedding = watched.view.get_submodule(names[plan.embeddings[0]])
+        plan = plan._replace(replaced=_replaced(watched.view, embedding, placeholders))
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(plan.layers)
     _require_spans(model, kinds, plan.spans)
     return plan._replace(kinds=tuple(kinds))
@@ -355,7 +322,7 @@ def _of_model(watched: Watched, model: Model) -> DecoderPlan:
     """Return the plan of a watched forward, with the model's own modules."""
     plan = _Reader(watched, attention_of(model)).plan()
     # A job calls the embedding, too.
-    called = {*plan.modules, *(call.module for call in plan.embedding.calls)}
+    called = {*plan.modules, *plan.embeddings}
     view = watched.view
     inside = [name for name, each in view.named_modules() if each in watched.hooked - called]
     require(not inside, f"its modules have hooks ({', '.join(inside)})")
@@ -413,7 +380,13 @@ def _with_originals(value: Any, originals: dict[Any, Any]) -> Any:
 
 def products_of(plan: DecoderPlan) -> list[ProductPlan]:
     """Return the products of all layers."""
-    return [each for layer in plan.layers for each in layer.products if each is not None]
+    lists = plan.ahead, *(layer.phases for layer in plan.layers), plan.last[:-1]
+    return [each for phases in lists for each in _products_in(phases)]
+
+
+def _products_in(phases: Iterable[Any]) -> Iterator[ProductPlan]:
+    for phase in phases:
+        yield from phase.products if type(phase) is ProductsPlan else ()
 
 
 def adapters_of(plan: DecoderPlan) -> Iterator[nn.Module]:
@@ -444,7 +417,8 @@ class _Reader:
         self._last_recurrence: RecurrencePlan | None = None  # most layers have equal plans
         self._number = 0  # of the layer that is being read
         self._keys: dict[Value, int] = {}  # the layer that made keys
-        self._given: dict[nn.Module, Value] = {}  # what layers get besides states
+        # What layers get besides states, and where it lies.
+        self._given: dict[nn.Module, tuple[Value, Place]] = {}
         # Linear layers inside of adapters.
         self._adapted: dict[nn.Module, tuple[nn.Linear, tuple[AdditionPlan, ...]]] = {}
         for module in view.modules():
@@ -542,7 +516,7 @@ class _Reader:
         found = self._call_for(value)
         if found is None:
             raise UnsupportedForwardError("it reads what another part of the model gives")
-        return Place(words.NOTHING, found[1], found[0])
+        return Place(words.NOTHING, found[1], made=found[0])
 
     def _constant_of(self, value: Value) -> Constant:
         found = self._held.get(id(value.tensor))
@@ -579,7 +553,7 @@ class _Reader:
         self._rows.give(states, 1)
         for each in (self._positions, self._input_ids):
             self._rows.give(self._trace.value(each), 1)
-        embedding, inputs = self._embedding(states), self._inputs(modules, states)
+        ahead = self._embedding(states), *self._inputs(modules, states)
         names = {module: name for name, module in self._view.named_modules()}
         layers = []
         for self._number, module in enumerate(modules):
@@ -590,13 +564,11 @@ class _Reader:
             layers.append(layer)
         head: Any = self._view.get_output_embeddings()
         require(type(head) in _LINEARS and head in self._calls, "its head is not a linear layer")
-        last, transform = self._before_head(head, states)
-        finish = self._finish(head)
+        last = *self._before_head(head, states), self._of_head(head)
         spans, kinds = self._spans, self._span_by(modules)
         reach = min(each.num_slots or math.inf for each in spans)
-        sizes = _sizes_of(layers, [last], states.shape[-1], head.out_features, reach)
-        plans = embedding, inputs, tuple(layers), last, transform, head, finish
-        return DecoderPlan(sizes, (), kinds, *plans, modules)
+        sizes = _sizes_of(layers, [*ahead, *last], states.shape[-1], head.out_features, reach)
+        return DecoderPlan(sizes, (), kinds, ahead, tuple(layers), last, head, modules)
 
     def _span_by(self, modules: Sequence[nn.Module]) -> tuple[AttentionSpan | None, ...]:
         pairs = zip(self._attended, self._spans, strict=True)
@@ -608,9 +580,8 @@ class _Reader:
         is_in_order = self._rows.layout(value) is self._rows.of_tokens(value.shape, 1)
         require(is_in_order, "tokens are in another order than in the text")
 
-    def _before_head(
-        self, head: nn.Module, states: Value
-    ) -> tuple[RowsPlan | None, TransformPlan | None]:
+    def _before_head(self, head: nn.Module, states: Value) -> tuple[Any, ...]:
+        """Return the phases between the last states and the head: rows, maybe a product."""
         given, of_states = self._value_given(head), {states: Place(words.STATES)}
         self._now = of_states
         _, found = slice_of(self._rows, [given], self._is_given)
@@ -619,45 +590,44 @@ class _Reader:
         if not made:
             is_whole = self._rows.layout(given).size == states.shape[-1]
             require(is_whole, "its head gets other states than its layers give")
-            return self._program([(given, Place(words.NORMED))], of_states), None
+            program = self._program([(given, Place(words.NORMED))], of_states)
+            return (RowsStep(program, tokens=words.KEPT_TOKENS),)
         linear: Any = self._products[made[0]]
         is_one = len(made) == 1 and type(linear) in _LINEARS
         require(is_one, "several products precede its head")
-        taken = self._value_given(linear)
-        before = self._program([(taken, Place(words.NORMED))], of_states, moves=False)
+        before = self._program([(self._value_given(linear), Place(words.NORMED))], of_states)
         self._now = {}
-        after = self._program(
-            [(given, Place(words.NORMED))], {made[0]: Place(words.STATES)}, moves=False
+        places = {made[0]: Place(words.ADDED)}
+        after = self._program([(given, Place(words.NORMED))], places)
+        of_linear = (self._product(linear),), words.NORMED, words.ADDED
+        return (
+            RowsStep(before, tokens=words.KEPT_TOKENS),
+            ProductsPlan(*of_linear, tokens=words.KEPT_TOKENS),
+            RowsStep(after, tokens=words.KEPT_ROWS),
         )
-        return None, TransformPlan(before, linear, after)
 
-    def _finish(self, head: nn.Module) -> ColumnsPlan | None:
+    def _of_head(self, head: nn.Module) -> ProductsPlan:
         made, logits = self._value_made(head), self._trace.value(self._logits)
         self._now = {}
         columns = self._columns(logits)
         is_of_head = [(each, first) for each, first, _ in columns.inputs] == [(made, 0)]
-        is_plain = is_of_head and all(step == 0 for *_, step in columns.constants)
-        require(is_plain, "its logits are not what its head gives")
-        return None if columns.is_copy else self._columns_plan(columns)
+        require(is_of_head, "its logits are not what its head gives")
+        finish = None if columns.is_copy else self._columns_plan(columns)
+        of_head = (self._product(head),), words.NORMED, words.LOGITS, finish
+        return ProductsPlan(*of_head, tokens=words.KEPT_TOKENS)
 
-    def _embedding(self, states: Value) -> EmbeddingPlan:
-        """Return the plan of the embedding."""
+    def _embedding(self, states: Value) -> RowsStep:
+        """Return what makes the first states of tokens and positions."""
         calls: dict[Value, CallPlan] = {}
         for value, module, call in self._made():
             with Attempt():  # some modules take more than tokens and positions
                 calls[value] = self._call_of(module, call)
                 self._rows.give(value, 1)
-        order, found = slice_of(self._rows, [states], calls.__contains__)
-        is_known = bool(found) and any(
-            words.TOKENS_GIVEN in (*plan.args, *plan.kwargs.values())
-            for plan in map(calls.__getitem__, found)
-        )
+        _, found = slice_of(self._rows, [states], calls.__contains__)
+        plans = [calls[each] for each in found]
+        is_known = any(words.TOKENS_GIVEN in (*x.args, *x.kwargs.values()) for x in plans)
         require(is_known, "its first layer does not get what an embedding gives")
-        plans = tuple(map(calls.__getitem__, found))
-        if not order:
-            return EmbeddingPlan(plans, None)
-        given = {value: Place(words.STATES, place) for place, value in enumerate(found)}
-        return EmbeddingPlan(plans, self._program([(states, Place(words.STATES))], given))
+        return RowsStep(self._program([(states, Place(words.STATES))], _of_calls(calls)))
 
     def _made(self) -> Iterator[tuple[Value, nn.Module, Called]]:
         """Yield what modules made that may be of each token alone."""
@@ -667,8 +637,8 @@ class _Reader:
                 if is_one and value.shape[:-1] == self._input_ids.shape:
                     yield value, module, call
 
-    def _inputs(self, modules: Sequence[nn.Module], states: Value) -> InputsPlan | None:
-        """Return the plan of what layers get besides states; None if it is not known."""
+    def _inputs(self, modules: Sequence[nn.Module], states: Value) -> tuple[Any, ...]:
+        """Return the phases that make what layers get besides states; none if it is not known."""
         given = []
         for module in modules:
             call = self._calls[module][0]
@@ -677,32 +647,27 @@ class _Reader:
             tensors = [each for each in tensors if each.shape[:-1] == states.shape[:-1]]
             given.append([each for each in tensors if each.tensor.is_floating_point()])
         if any(len(each) != 2 for each in given):  # states come first
-            return None
+            return ()
         results = [each[1] for each in given]
         calls: dict[Value, CallPlan] = {}
         for value, module, call in self._made():
             with Attempt():
                 calls[value] = self._call_of(module, call)
-        before, self._now = self._now, {states: Place(0), **dict.fromkeys(calls, Place(0))}
-        try:
-            for value in calls:
                 self._rows.give(value, 1)
-            _, found = slice_of(self._rows, results, self._is_given)
-        finally:
-            self._now = before
+        places = _of_calls(calls)
+        self._now = {states: Place(0), **places}
+        _, found = slice_of(self._rows, results, self._is_given)
         made = [each for each in found if each in self._products]
-        looked = [each for each in found if each in calls and each not in self._products]
-        is_known = len(made) == 1 and len(made) + len(looked) == len(found)
+        is_known = len(made) == 1 and all(each in calls or each in made for each in found)
         if not is_known or self._value_given(self._products[made[0]]) is not states:
-            return None
-        product: Any = self._products[made[0]]
-        places = {each: Place(words.STATES, place) for place, each in enumerate((*looked, *made))}
-        size = self._rows.layout(results[0]).size
-        ends = [(each, Place(words.STATES, size * place)) for place, each in enumerate(results)]
-        rows = self._program(ends, places)
-        assert rows is not None
-        self._given = dict(zip(modules, results, strict=True))
-        return InputsPlan(tuple(map(calls.__getitem__, looked)), product, rows)
+            return ()
+        product, size = self._product(self._products[made[0]]), self._rows.layout(results[0]).size
+        of_all = size * len(results)
+        ends = [Place(words.INPUTS, size * each, of_all) for each in range(len(results))]
+        pairs = [*zip(results, ends, strict=True)]
+        rows = self._program(pairs, {**places, made[0]: Place(words.MIXED)})
+        self._given = dict(zip(modules, pairs, strict=True))
+        return ProductsPlan((product,), words.STATES, words.MIXED), RowsStep(None, rows)
 
     # --- a layer ----------------------------------------------------------------------------------
 
@@ -722,52 +687,46 @@ class _Reader:
             mixing = self._latent(attended) or self._attending(attended)
         else:
             mixing = self._convolved(layer)
-        taken = {each.around for each in mixing.products if each is not None}
-        rest = [each for each in self._inside if each not in taken]
-        if mixing.latents is not None:
-            apart = mixing.latents.expand, mixing.latents.query
-            rest = [each for each in rest if each not in {x.module for x in apart if x}]
-        of_inputs, inputs = None, self._given.get(layer)
-        chain = [(mixing.given, {mixing.out: Place(words.ADDED)})]
-        gates: tuple[ProductPlan | None, ...] = (None, None)
-        if inputs is not None:
+        taken = {each.around for each in _products_in(mixing.phases)}
+        for each in (phase.latents for phase in mixing.phases if type(phase) is MixingPlan):
+            taken |= {x.module for x in (each.expand, each.query) if x} if each else set()
+        rest, parts = [each for each in self._inside if each not in taken], [mixing]
+        if layer in self._given:
             *rest, gate, out = rest
-            gates = self._product(gate), self._product(out)
-            self._now[inputs] = Place(words.INPUTS)
-            self._rows.give(inputs, 1)
-        mlp = self._mlp(layer, rest)
-        chain.append((mlp.given, mlp.outs))
-        if inputs is not None:
-            columns = self._columns(self._value_given(out))
-            is_known = [each for each, *_ in columns.inputs] in (
-                [x, y]
-                for x, y in ((self._value_made(gate), inputs), (inputs, self._value_made(gate)))
-            )
-            require(is_known, "its layers get more than states")
-            of_inputs = self._columns_plan(columns)
-            chain.append((self._value_given(gate), {self._value_made(out): Place(words.ADDED)}))
-        rows, kept = self._chained(chain, got, result)
-        scaling, softcap, sinks = mixing.settings
-        plan = LayerPlan(
-            (rows[0], mixing.rows, *rows[1:-1], *[None] * (4 - len(rows)), rows[-1]),
-            (*mixing.products, *mlp.products, *gates),
-            *(mlp.columns, of_inputs, mixing.gate, kept, scaling, softcap, sinks, mlp.experts),
-            *(mixing.convolution, mixing.order, mixing.recurrence, mixing.heads, mixing.latents),
-            mixing.keys_of,
-        )
+            parts = [mixing, self._mlp(layer, rest), self._beside(gate, out, *self._given[layer])]
+        else:
+            parts = [mixing, self._mlp(layer, rest)]
+        *rows, at_end = self._chained(parts, got, result)
+        phases = [
+            phase
+            for number, (program, part) in enumerate(zip(rows, parts, strict=True))
+            for phase in (*[RowsStep(program)] * (number == 0 or bool(program)), *part.phases)
+        ]
         self._require_in_order(result)
         self._rows.give(result, 1)
-        return plan, result
+        return LayerPlan(tuple(phases), at_end), result
+
+    def _beside(self, gate: nn.Module, out: nn.Module, inputs: Value, place: Place) -> _Part:
+        """Return the part of a layer that multiplies a gate by what it gets besides states."""
+        self._now[inputs] = place
+        self._rows.give(inputs, 1)
+        columns = self._columns(self._value_given(out))
+        is_known = [each for each, *_ in columns.inputs] == [self._value_made(gate), inputs]
+        require(is_known, "its layers get more than states")
+        firsts = (self._product(gate),), words.NORMED, words.INNER, self._columns_plan(columns)
+        last = (self._product(out),), words.INNER, words.ADDED
+        phases = ProductsPlan(*firsts, place), ProductsPlan(*last)
+        return _Part(self._value_given(gate), _added(self._value_made(out)), phases)
 
     def _chained(
-        self, chain: Sequence[tuple[Value, dict[Value, Place]]], states: Value, result: Value
-    ) -> tuple[list[RowsPlan | None], int]:
+        self, parts: Sequence[_Part], states: Value, result: Value
+    ) -> list[RowsPlan | None]:
         """Return the programs before each part of a layer and at its end.
 
-        A part gets what its program gives, and adds nothing; its results lie where the chain says
+        A part gets what its program gives, and adds nothing; its results lie where the part says
         until the next program has run. What later programs need as well is kept.
         """
-        ends = [*(given for given, _ in chain), result]
+        ends = [*(part.given for part in parts), result]
         made: dict[Value, int] = {}  # by which program each value is known
         needs: list[list[Value]] = []  # what each program reads
         known = {states: Place(words.STATES)}
@@ -782,29 +741,36 @@ class _Reader:
                 if value.tensor.dtype is torch.float32 and not self._rows.layout(value).is_shared:
                     known[value] = Place(0)
                     made.setdefault(value, number)
-            for out in chain[number][1] if number < len(chain) else ():
+            for out in parts[number].outs if number < len(parts) else ():
                 known[out] = Place(0)
                 made[out] = number + 1
-        places: dict[Value, Place] = {}
-        kept = 0
-        for value, number in made.items():
-            if any(value in need for need in needs[number + 1 :]):
-                places[value] = Place(words.SAVED, kept)
-                kept += self._rows.layout(value).size
+        kept = [
+            value
+            for value, number in made.items()
+            if any(value in need for need in needs[number + 1 :])
+        ]
+        places = self._side_by_side(words.SAVED, kept)
         programs: list[RowsPlan | None] = []
         for number, end in enumerate(ends):
             readable = {states: Place(words.STATES)}
             readable |= {x: place for x, place in places.items() if made[x] < number}
             if number > 0:
-                readable |= chain[number - 1][1]
-            is_last = number == len(chain)
+                readable |= parts[number - 1].outs
+            is_last = number == len(parts)
             results = [(x, place) for x, place in places.items() if made[x] == number]
             if is_last or number == 0 or end is not ends[number - 1]:
                 results.append((end, Place(words.STATES if is_last else words.NORMED)))
             programs.append(self._program(results, readable) if results else None)
-        return programs, kept
+        return programs
 
-    def _attending(self, attended: Attended) -> _Mixing:
+    def _side_by_side(self, word: int, values: Iterable[Value]) -> dict[Value, Place]:
+        """Return the places of values in one row."""
+        sizes = {each: self._rows.layout(each).size for each in values}
+        firsts = accumulate(sizes.values(), initial=0)
+        step = sum(sizes.values())
+        return {each: Place(word, first, step) for each, first in zip(sizes, firsts, strict=False)}
+
+    def _attending(self, attended: Attended) -> _Part:
         """Return the attention of a layer."""
         (_, num, _, size), (_, num_keys, _, of_value) = attended.query.shape, attended.value.shape
         query, key, value, result = attended.values
@@ -825,30 +791,28 @@ class _Reader:
         givens = {self._value_given(self._products[each]) for each in mixing}
         is_known = len(givens) == 1 and 1 <= len(mixing) <= 4
         require(is_known, "its projections are of different states, or of other sizes")
-        products = [self._product(self._products[each]) for each in mixing]
-        places, start = {}, 0
-        for each, product in zip(mixing, products, strict=True):
-            places[each] = Place(words.MIXED, start)
-            start += product.num
-        results, start = list[tuple[Value, Place]](), 0
-        for each in wanted:
-            results.append((each, Place(words.QUERIES, start)))
-            start += self._rows.layout(each).size
+        products = tuple(self._product(self._products[each]) for each in mixing)
+        places = self._side_by_side(words.MIXED, mixing)
         if not is_shared:
             self._require_cached(attended.module, attended.key, attended.value)
         of_gate = None
         if gate is not None:
             of_gate = gate[1]._replace(first=gate[1].first + places[gate[0]].first)
-        return _Mixing(
-            (*products, *[None] * (4 - len(products)), self._product(out)),
-            givens.pop(),
-            self._value_made(out),
-            self._program(results, places),
-            of_gate,
-            _settings_of(attended, self._implementation),
-            heads=HeadsPlan(num, num_keys, size, of_value),
-            keys_of=keys_of if is_shared else None,
+        plan = MixingPlan(
+            *(sum(each.num for each in products), num * of_value),
+            self._program([*self._side_by_side(words.QUERIES, wanted).items()], places),
+            *(HeadsPlan(num, num_keys, size, of_value), of_gate),
+            *(_settings_of(attended, self._implementation), keys_of if is_shared else None),
         )
+        return self._mixed(givens.pop(), products, plan, out)
+
+    def _mixed(
+        self, given: Value, products: Sequence[ProductPlan], plan: MixingPlan, out: nn.Module
+    ) -> _Part:
+        """Return the part of a layer that mixes tokens, between products."""
+        firsts = ProductsPlan(tuple(products), words.NORMED, words.MIXED)
+        last = ProductsPlan((self._product(out),), words.ATTENDED, words.ADDED)
+        return _Part(given, _added(self._value_made(out)), (firsts, plan, last))
 
     def _behind(self, result: Value) -> tuple[nn.Module, tuple[Value, GatePlan] | None]:
         """Return the product that gets attention's result, and the gate before it, if any."""
@@ -901,38 +865,33 @@ class _Reader:
         require(columns.inputs[0][0] is result, "a gate comes before what it multiplies")
         return gate, GatePlan(self._columns_plan(columns), starts[0], step)
 
-    def _dense(
-        self, products: Sequence[nn.Module]
-    ) -> tuple[Value, tuple[ProductPlan | None, ...], Value, ColumnsPlan]:
-        """Return the input of an MLP, its gate, up and down, its result and what is between."""
+    def _dense(self, products: Sequence[nn.Module]) -> _Part:
+        """Return an MLP: gate and up, and what becomes of their columns, and down."""
         require(len(products) in (2, 3), f"a layer has {len(products)} linear layers for its MLP")
         *firsts, down = products
         columns = self._columns(self._value_given(down))
         made = {self._value_made(each): each for each in firsts}
-        inputs = [
-            (self._product(made[each], first, columns.size) if each in made else None)
+        inputs = tuple(
+            self._product(made[each], first, columns.size)
             for each, first, _ in columns.inputs
-        ]
+            if each in made
+        )
         givens = {self._value_given(each) for each in firsts}
-        is_known = 1 <= len(inputs) <= 2 and None not in inputs and len(givens) == 1
-        is_known = is_known and {each.module for each in inputs if each} >= {
+        is_known = 1 <= len(inputs) == len(columns.inputs) <= 2 and len(givens) == 1
+        is_known = is_known and {x.module for x in inputs} >= {
             self._product(x).module for x in firsts
         }
         require(is_known, "its MLP is not made of products of the same states")
-        gate, up = (*inputs, None)[:2]
-        return (
-            givens.pop(),
-            (gate, up, self._product(down)),
-            self._value_made(down),
-            self._columns_plan(columns),
-        )
+        of_firsts = inputs, words.NORMED, words.INNER, self._columns_plan(columns)
+        last = ProductsPlan((self._product(down),), words.INNER, words.ADDED)
+        outs = _added(self._value_made(down))
+        return _Part(givens.pop(), outs, (ProductsPlan(*of_firsts), last))
 
-    def _mlp(self, layer: nn.Module, products: list[nn.Module]) -> _Mlp:
+    def _mlp(self, layer: nn.Module, products: list[nn.Module]) -> _Part:
         """Return the MLP of a layer, or its experts and the shared expert."""
         module = experts_in(layer, self._calls)
         if module is None:
-            given, plans, out, columns = self._dense(products)
-            return _Mlp(given, {out: Place(words.ADDED)}, plans, columns, None)
+            return self._dense(products)
         given, out = self._value_given(self._parents[module]), self._value_made(module)
         call, *others = self._calls[module]
         name, chosen = type(module).__name__, [x for x in call.given if _is_whole(x.tensor)]
@@ -943,27 +902,29 @@ class _Reader:
         self._rows.follow(out, states)
         scores, router, taken = self._scores([*chosen, shares])
         results = (*chosen, Place(words.CHOSEN)), (shares, Place(words.SHARES))
-        choose = self._program(results, {scores: Place(words.SCORES)})
+        num = scores.shape[-1]
+        choose = self._program(results, {scores: Place(words.SCORES, 0, num + 1)})
         assert choose is not None
         inside = {*module.modules(), router}
         shared = [each for each in products if each not in inside]
         gates: list[Any] = [each for each in shared if getattr(each, "out_features", 0) == 1]
         require(len(gates) < 2, "a layer has several gates of shared experts")
-        outs, plans, columns = {out: Place(words.RESULT)}, (None, None, None), None
+        outs, phases = {out: Place(words.RESULT)}, list[Any]()
         beside = [states, taken, *map(self._value_given, gates)]
         if shared:
-            of_shared, plans, more, columns = self._dense([x for x in shared if x not in gates])
-            beside.append(of_shared)
-            outs[more] = Place(words.ADDED)
+            dense = self._dense([x for x in shared if x not in gates])
+            outs |= dense.outs
+            beside.append(dense.given)
+            phases += dense.phases
         for gate in gates:
-            outs[self._value_made(gate)] = Place(words.SCORES, scores.shape[-1])
+            outs[self._value_made(gate)] = Place(words.SCORES, num, num + 1)
         rows = given.tensor.flatten(0, -2)
         is_same = all(torch.equal(each.tensor.flatten(0, -2), rows) for each in beside)
         require(is_same, "experts, their router and what is shared get different states")
         routed = [each.tensor for each in (states, *chosen, shares)]
         stacks, gate = read_experts(module, call, routed), next(iter(gates), None)
-        experts = ExpertsPlan(stacks, router, gate, choose, shares.shape[-1])
-        return _Mlp(given, outs, plans, columns, experts)
+        experts = ExpertsPlan(stacks, router, gate, choose, num, shares.shape[-1])
+        return _Part(given, outs, (*phases, experts))
 
     def _scores(self, chosen: Sequence[Value]) -> tuple[Value, nn.Module, Value]:
         """Return the product of which experts are chosen, its module, and what it gets."""
@@ -982,7 +943,7 @@ class _Reader:
         require(len(found) == 1, "experts are chosen by more than a product")
         return found[0], *made[found[0]]
 
-    def _latent(self, attended: Attended) -> _Mixing | None:
+    def _latent(self, attended: Attended) -> _Part | None:
         """Return attention to latents; None for another attention."""
         query, key, value = (
             each[0].transpose(0, 1) for each in (attended.query, attended.key, attended.value)
@@ -1019,11 +980,11 @@ class _Reader:
         modules = [self._products[each] for each in (first, into)]
         require(self._value_given(modules[0]) is given, reason)
         products = [*map(self._product, modules)]
-        num_first = products[0].num
-        results = [(latent, Place(words.QUERIES))]
+        row = num_heads * (rank + turned)
+        results = [(latent, Place(words.QUERIES, 0, row))]
         if second is not None:
             results.append((taken, Place(words.NORMED)))
-        places = {first: Place(words.MIXED), into: Place(words.MIXED, num_first)}
+        places = self._side_by_side(words.MIXED, (first, into))
         program = self._program(results, places)
         # The end of a key, and of each query, are turned alike; the rest is what products give.
         writer = Writer(self._rows, [of_key, of_query], self._is_given)
@@ -1046,22 +1007,20 @@ class _Reader:
                 each == ("[0]", {asking: size * head + place}) for place, each in enumerate(kept)
             )
             require(is_kept, reason)
-        turn = self._program([(shared, Place(words.QUERIES, rank))], places)
+        turn = self._program([(shared, Place(words.QUERIES, rank, row))], places)
         assert turn is not None
         of_row = [place.word for place, _ in turn.places].index(words.MIXED)
         self._require_cached(attended.module, latent.tensor, attended.key[0, 0, :, straight:])
         apart = {expand, *(() if second is None else (self._products[asking],))}
         require({*map(type, apart)} <= {*_LINEARS}, "its latents have adapters")
-        expanded = self._product(expand)
-        return _Mixing(
-            (*products, None, None, self._product(out)),
-            given,
-            self._value_made(out),
-            program,
+        expanded, num_value = self._product(expand), value.shape[2]
+        plan = MixingPlan(
+            *(sum(each.num for each in products), num_heads * num_value, program),
+            HeadsPlan(num_heads, 1, rank, rank, turned),
             settings=_settings_of(attended, self._implementation),
-            heads=HeadsPlan(num_heads, 1, rank, rank, turned),
-            latents=LatentsPlan(second, expanded, straight, turned, value.shape[2], turn, of_row),
+            latents=LatentsPlan(second, expanded, straight, turned, num_value, turn, of_row),
         )
+        return self._mixed(given, products, plan, out)
 
     def _require_cached(self, module: Any, *cached: Tensor) -> None:
         """Refuse an attention that does not cache these rows of tokens."""
@@ -1076,7 +1035,7 @@ class _Reader:
         ]
         require(is_cached == [True] * len(cached), "its cache has other numbers than it attends to")
 
-    def _convolved(self, layer: nn.Module) -> _Mixing:
+    def _convolved(self, layer: nn.Module) -> _Part:
         """Return the short convolution of a layer, between two gates.
 
         One linear layer gives three numbers for each channel: the product of two is the input of
@@ -1108,11 +1067,10 @@ class _Reader:
         if last is None:
             raise UnsupportedForwardError(reason)
         low, high = (each for each in range(3) if each != last)
-        made, given = self._value_made(called[1]), self._value_given(called[0])
-        products = into, None, None, None, out
-        return _Mixing(products, given, made, convolution=convolution, order=(last, low, high))
+        plan = MixingPlan(into.num, channels, convolution=convolution, order=(last, low, high))
+        return self._mixed(self._value_given(called[0]), [into], plan, called[1])
 
-    def _recurrent(self, convolution: nn.Conv1d, called: list[nn.Module]) -> _Mixing:
+    def _recurrent(self, convolution: nn.Conv1d, called: list[nn.Module]) -> _Part:
         """Return the recurrence of a layer: products, a convolution, a state, a gated norm."""
         module: Any = self._parents[convolution]
         givens = {self._value_given(each) for each in called[:-1]}
@@ -1137,15 +1095,14 @@ class _Reader:
         is_known = is_known and torch.equal(call.out.flatten(), taken.flatten())
         require(is_known, "its recurrence has another norm")
         watched = GatedNorm(norm, norm.weight, _eps_of(norm), mine, gate, call.out)
-        plan = read_recurrence(module, convolution, rows, watched, self._last_recurrence)
-        self._last_recurrence = plan
-        return _Mixing(
-            (*mixing, *[None] * (4 - len(mixing)), out),
-            givens.pop(),
-            self._value_made(called[-1]),
+        found = read_recurrence(module, convolution, rows, watched, self._last_recurrence)
+        self._last_recurrence = found
+        plan = MixingPlan(
+            *(sum(each.num for each in mixing), out.num_inputs),
             convolution=convolution,
-            recurrence=plan,
+            recurrence=found,
         )
+        return self._mixed(givens.pop(), mixing, plan, called[-1])
 
     def _taken(self, out: nn.Module) -> Tensor:
         """Return the rows that the product behind a convolution or a recurrence gets."""
@@ -1356,6 +1313,14 @@ def given_to(
     return [*map(put, plan.args)], {name: put(value) for name, value in plan.kwargs.items()}
 
 
+def _added(value: Value) -> dict[Value, Place]:
+    return {value: Place(words.ADDED)}
+
+
+def _of_calls(calls: Mapping[Value, CallPlan]) -> dict[Value, Place]:
+    return {value: Place(words.NOTHING, made=call) for value, call in calls.items()}
+
+
 def _eps_of(module: nn.Module) -> Any:
     names = ("variance_epsilon", "eps", "epsilon")
     return next((getattr(module, each) for each in names if hasattr(module, each)), 1e-5)
@@ -1370,43 +1335,36 @@ def _first_given(call: Called) -> Any:
 
 
 def _sizes_of(
-    layers: Sequence[LayerPlan],
-    programs: Sequence[RowsPlan | None],
-    hidden: int,
-    num_columns: int,
-    reach: float,
+    layers: Sequence[LayerPlan], others: Sequence[Any], hidden: int, num_columns: int, reach: float
 ) -> DecoderSizes:
-    heads = [layer.heads for layer in layers if layer.heads is not None]
-    experts = [layer.experts for layer in layers if layer.experts is not None]
-    taps = max((each.convolution.kernel_size[0] for each in layers if each.convolution), default=0)
-    recurrences = [layer.recurrence for layer in layers if layer.recurrence is not None]
-    latents = [layer.latents for layer in layers if layer.latents is not None]
-    asked = (each.query.num_inputs for each in latents if each.query is not None)
-    turns = [each.turn for each in latents]
-    programs = [each for layer in layers for each in layer.rows] + [*programs, *turns]
-    programs += [each.choose for each in experts]
+    phases = [*others, *(phase for layer in layers for phase in layer.phases)]
+    mixing, experts = [layer.mixing for layer in layers], [x.experts for x in layers if x.experts]
+    steps, products = ([x for x in phases if type(x) is kind] for kind in (RowsStep, ProductsPlan))
+    latents = [each.latents for each in mixing if each.latents is not None]
+    programs = [each for step in steps for each in step[:2]] + [layer.at_end for layer in layers]
+    programs += [each.rows for each in mixing] + [each.turn for each in latents]
+    rows = [each for each in (*programs, *(x.choose for x in experts)) if each is not None]
+    lying = [(place.word, place.step or size) for each in rows for place, size in each.places]
+    lying += [(each.target, each.num_made) for each in products]
+    lying += [(words.ATTENDED, each.attended) for each in mixing]
+    lying += [(words.QUERIES, each.row_of_queries) for each in mixing]
+    for each in experts:
+        lying.append((words.OF_EXPERTS, each.num_chosen * each.stacks.inner))
+        lying += [(words.RESULT, hidden), (words.SCORES, each.num_scores + 1)]
+    memory: dict[int, int] = {}
+    for word, size in lying:
+        memory[word] = max(memory.get(word, 0), size)
+    heads = [each.heads for each in mixing if each.heads is not None]
+    taps = max((each.convolution.kernel_size[0] for each in mixing if each.convolution), default=0)
+    recurrences = [each.recurrence for each in mixing if each.recurrence is not None]
     return DecoderSizes(
-        len(layers),
-        hidden,
-        max(each.num for each in heads),
+        *(len(layers), hidden, num_columns, reach, tuple(sorted(memory.items()))),
+        max((each.num_scores for each in experts), default=0),
+        max((each.num_chosen for each in experts), default=0),
         max(max(each.size + each.more, each.size_of_value) for each in heads),
-        num_columns,
-        max(max(layer.num_inner, layer.num_of_inputs) for layer in layers),
-        max(
-            sum(added.first.out_features for each in layer.products if each for added in each.added)
-            for layer in layers
-        ),
-        max(layer.mixed for layer in layers),
-        max(layer.row_of_queries for layer in layers),
-        max(hidden, *asked, 0),
-        max(layer.attended for layer in layers),
-        max(layer.kept for layer in layers),
-        max((each.num_scratch for each in programs if each is not None), default=0),
+        max(sum(y.first.out_features for x in each.products for y in x.added) for each in products),
         taps,
         max((each.num_scratch(taps) for each in recurrences), default=0),
         max((each.num_scratch() for each in latents), default=0),
-        max((len(each.router.weight) for each in experts), default=0),
-        max((each.num_chosen for each in experts), default=0),
-        max((each.stacks.inner for each in experts), default=0),
-        reach,
+        max((each.num_scratch for each in rows), default=0),
     )

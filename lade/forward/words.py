@@ -1,12 +1,11 @@
 """Positions and codes in the int64 arrays that describe a job to the kernels."""
 
 # A job is an int64 array: sizes; the number of threads; then addresses, of float32 unless a comment
-# says otherwise; the head's product. An entry's position follows from this order.
+# says otherwise. An entry's position follows from this order.
 (
     NUM_TOKENS,
     HIDDEN,
-    NUM_LAYERS,
-    VOCAB_SIZE,
+    NUM_PHASES,
     NUM_THREADS,
     STATES,  # [tokens, HIDDEN], at first the embeddings
     NORMED,  # [tokens, HIDDEN]
@@ -16,29 +15,28 @@
     ATTENDED,  # [tokens, ATTENDED_SIZE of the layer]
     INNER,  # [tokens, of the layer's MLP]
     ADDED,  # [tokens, HIDDEN], the result to be added to the states
-    LAYERS,  # int64 [NUM_LAYERS, LAYER_SIZE]
+    LIST,  # int64 [NUM_PHASES, ROW_SIZE]
     # Int64 [kinds of masks, NUM_PARTS, 4]: a part's first token, its number of tokens, the address
     # of its mask (bool [tokens, keys]; 0 if they see all keys), and bytes between the mask's rows.
     PARTS,
     NUM_PARTS,
-    # Int64 [NUM_LAYERS, NUM_PARTS, CACHE_SIZE], as `TreeCache.slot_addresses` returns them.
+    # Int64 [layers that keep keys, NUM_PARTS, CACHE_SIZE], as `TreeCache.slot_addresses` says.
     CACHES,
     KEPT,  # int64, the tokens whose logits are wanted
     NUM_KEPT,
-    LOGITS,  # [NUM_KEPT, VOCAB_SIZE]
+    LOGITS,  # [NUM_KEPT, columns of the head]
     SCRATCH,  # of all threads
     SCRATCH_SIZE,  # bytes of each
-    # Int64 [phases, 32], zeros: the next piece, 64 bytes later the number of finished pieces; then
-    # both again for the first factors of low-rank additions.
+    # Int64 [NUM_PHASES, 32], zeros: the next piece, 64 bytes later the number of finished pieces;
+    # then both again for the first factors of low-rank additions.
     PHASES,
     NEXT_THREAD,
     SLOT,  # of the pool of workers
     EVERY,  # int64, the numbers of all tokens
-    ADDITIONS,  # int64 [additions, LAYER_SIZE]
+    ADDITIONS,  # int64 [rows, ROW_SIZE]: low-rank additions, then descriptions, counted from 1
     BETWEEN,  # [tokens, BETWEEN_SIZE], between the factors of a layer's additions
     BETWEEN_SIZE,
-    SCORES,  # [tokens, SCORES_SIZE], of experts, then the gate of the shared expert
-    SCORES_SIZE,
+    SCORES,  # [tokens, scores], of experts, then the gate of the shared expert
     CHOSEN,  # [tokens, NUM_CHOSEN of the layer], experts
     SHARES,  # of the same shape: factors of these experts' results
     OF_EXPERTS,  # [choices, EXPERT_INNER of the layer], by expert
@@ -46,53 +44,47 @@
     TILES,  # of what is compiled for tiles, `run_tiles`
     POSITIONS,  # int64 [tokens]
     SAVED,  # [tokens, numbers], what programs of a layer keep for later ones
+    INPUTS,  # [tokens, numbers], what layers get of a token besides states
     NOTHING,  # 0, to which a program's own addresses are added
-    LAST_ROWS,  # the row of ADDITIONS that describes the last program, counted from 1; 0 for none
-) = range(39)
+    JOB_SIZE,
+) = range(38)
 # PACKED: address of the function compiled for a packed weight's format, or 0. ROW_BYTES: bytes of a
 # row of it. HALF: half the rows of a head, if rows of its first and second half alternate, or 0.
 # ACROSS: bytes between the weights of two inputs, if the weight is stored input by input, or 0;
 # then ROW_BYTES is its format.
 (WEIGHT, BIAS, NUM_COLUMNS, FIRST_ADDED, END_ADDED, PACKED, ROW_BYTES, HALF, ACROSS) = range(9)
 PRODUCT_SIZE = 9
-HEAD = LAST_ROWS + 1
-JOB_SIZE = HEAD + PRODUCT_SIZE
 
-# A layer: products; the shape of its MLP; settings of attention: SCALING, SOFTCAP are bits of a
-# float32.
-(QUERY, KEY, VALUE, MORE, OUT, GATE, UP, DOWN) = range(0, 72, PRODUCT_SIZE)
-INPUT_GATE, INPUT_OUT = range(72, 90, PRODUCT_SIZE)
-INNER_SIZE, SCALING, SOFTCAP, SINKS, SEES, EXPERTS = range(90, 96)
-# EXPERTS, RECURRENCE, LATENT: the rows of ADDITIONS that describe these, counted from 1, or 0.
-# A short convolution instead of attention has addresses of its weights, [HIDDEN, TAPS], and of its
-# biases; for attention, TAPS is 0. Then FIRST_QUERY is the third of MIXED that multiplies the
-# results, FIRST_KEY and FIRST_VALUE the two whose product is the input; keys are these inputs,
-# [slots, HIDDEN].
-CONVOLUTION, CONVOLUTION_BIAS, TAPS, FIRST_QUERY, FIRST_KEY, FIRST_VALUE = range(96, 102)
-# GATED: the row that describes what becomes of attention's results, counted from 1, with the first
-# column of MIXED for the first head, and columns from one head to the next.
-GATED, FIRST_GATE, GATE_STEP = range(102, 105)
-# RUN_ATTENTION: address of what is compiled for attention, or what the layer has instead;
-# RUN_EXPERTS: the same for experts, or 0.
-MIXED_SIZE, ATTENDED_SIZE, RECURRENCE, RUN_ATTENTION, RUN_EXPERTS = range(105, 110)
-# Heads of queries and of keys; numbers of a key's head, and of a value's. If MORE_SIZE is not 0,
-# the cache has so many further numbers of keys in place of values, and keys are the values, too.
-# QUERIES_SIZE: numbers in a row of QUERIES: queries, then new keys and values.
-NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE, RESULT_SIZE, MORE_SIZE, QUERIES_SIZE = range(110, 116)
-# INPUTS: address of what the layer gets of its tokens besides states, float32 [tokens, INPUT_SIZE].
-# READS: whether keys and values are those of another layer, whose addresses CACHES has twice.
-LATENT, INPUTS, INPUT_SIZE, READS = range(116, 120)
-# Programs, rows counted from 1: before the first products, before attention, before the MLP, before
-# inputs besides states, at the end; what becomes of gate and up, and of the gate of inputs.
-BEFORE, HEADS, BEFORE_MLP, BEFORE_INPUTS, AT_END, INNER_COLUMNS, INPUT_COLUMNS = range(120, 127)
-LAYER_SIZE = 176
+# A phase of the list is one of three. Products, up to four: words of the job that have the address
+# of their inputs and of the results, and how many numbers of a token these are; COLUMNS, the row of
+# the program of their columns, or 0; a word of the job, a first number and numbers from one token
+# to the next of what it gets besides. Rows: programs of the last layer's end and of what comes
+# next. RUN: the address of what is compiled apart, one of its phases, the row that describes it,
+# its kind of masks and the number of its cache.
+(GIVEN, NUM_GIVEN, TARGET, NUM_MADE, COLUMNS, TOKENS) = range(36, 42)
+(BESIDE, BESIDE_FIRST, BESIDE_STEP, AT_END, BEFORE, RUN, STEP, OF, SEES, CACHE) = range(42, 52)
+ROW_SIZE = 176
+# What mixes tokens: columns before it, numbers of a token behind it, and in a row of QUERIES: then
+# new keys and values follow. Attention: bits of float32 SCALING and SOFTCAP; heads of queries and
+# of keys; numbers of a key's head, and of a value's. If MORE_SIZE is not 0, the cache has so many
+# further numbers of keys in place of values, and keys are the values, too. READS: whether keys are
+# those of another layer. HEADS: the row of its program. GATED: the row of the program of its
+# results, or 0, with the first column of MIXED for the first head, and columns from one head to the
+# next.
+(MIXED_SIZE, ATTENDED_SIZE, QUERIES_SIZE, SCALING, SOFTCAP, SINKS) = range(30, 36)
+NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE, RESULT_SIZE, MORE_SIZE = range(36, 41)
+READS, HEADS, GATED, FIRST_GATE, GATE_STEP = range(41, 46)
+# A short convolution: its weights, [HIDDEN, TAPS], and biases; FIRST_QUERY is the third of MIXED
+# that multiplies the results, FIRST_KEY and FIRST_VALUE the two whose product is the input; keys
+# are these inputs, [slots, HIDDEN].
+CONVOLUTION, CONVOLUTION_BIAS, TAPS, FIRST_QUERY, FIRST_KEY, FIRST_VALUE = range(46, 52)
 # A program: the address of its function; how many addresses it takes; for each, a word of the job,
 # to whose address bytes are added, and bytes from one token to the next. What is made of single
 # columns: the function; how many inputs and constants; addresses of constants, and bytes from one
 # column to the next.
 PROGRAM, NUM_PLACES, PLACES = range(3)
 NUM_INPUTS, NUM_CONSTANTS, CONSTANTS = range(1, 4)
-MOST_PLACES = (LAYER_SIZE - PLACES) // 3
+MOST_PLACES = (ROW_SIZE - PLACES) // 3
 # A low-rank addition to a product: its first factor as a product, WEIGHT and BIAS of the second,
 # the scale of the result, and its first number in a row of BETWEEN.
 SECOND = PRODUCT_SIZE
@@ -116,7 +108,7 @@ TURN, TURNED_PLACE = 23, 24
 # convolution; value heads that share a norm; whether it is a gated delta net, else a Mamba 2;
 # addresses of the biases of decays, of what decays are multiplied by, as logarithms, and of factors
 # by which values join the results.
-(KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, COLUMNS, COLUMN_STEPS) = (*range(5), 10)
+(KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, FIRST_COLUMNS, COLUMN_STEPS) = (*range(5), 10)
 CHANNELS, NUM_NORMED, IS_DELTA, DECAY_BIASES, DECAYS, SKIPS = 16, *range(19, 24)
 NORM_WEIGHT, EPS = 24, 25  # of the norm of results; EPS: bits of a float32
 
@@ -132,7 +124,6 @@ LAST_SLOT = WORKERS - SLOT_SIZE
 # A bed: how many threads lie in it; the system's mutex, and its condition variable.
 MUTEX, CONDITION = 8, 24
 
-TO_ROWS, TO_INNER, TO_INPUTS = range(3)  # use of a product's columns
 FIRST, NUM_NEW, MASK, MASK_ROW = range(4)
 # Of a recurrence, keys are the inputs of its convolution, and values what else tokens add, in
 # float32: keys, values, and of each value head how much its state keeps, and takes. STATE is the
@@ -143,7 +134,8 @@ KEYS, KEY_HEAD, VALUES, VALUE_HEAD, NUM_KEYS, STATE, LACKS, UNTIL, BROUGHT, CACH
 # Weights of experts lie input by input; the columns of gate and up alternate.
 LIE_ACROSS, ALTERNATE = 1, 2
 
-PHASES_OF_LAYER = 15
+# Tokens of a phase: all; those whose logits are wanted; these, whose rows lie one after the other.
+EVERY_TOKEN, KEPT_TOKENS, KEPT_ROWS = range(3)
 
 # What a module of a plan gets in the place of states, of positions, of tokens, and of positions
 # that three axes count alike.
