@@ -677,13 +677,7 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
             continue
         target = g[w.ATTENDED] + 4 * layer[w.ATTENDED_SIZE] * (part[w.FIRST] + token)
         target += 4 * query * size
-        if layer[w.GATED] == 0:
-            _copy(sums[row], _row(target, size))
-            continue
-        index = layer[w.MIXED_SIZE] * (part[w.FIRST] + token) + layer[w.FIRST_GATE]
-        gate = g[w.MIXED] + 4 * (index + layer[w.GATE_STEP] * query)
-        given, memory = (sums[row].ctypes.data, gate), scores.ctypes.data
-        _run_columns(g, layer[w.GATED], size, 0, given, target, memory)
+        _copy(sums[row], _row(target, size))
 
 
 @inlined

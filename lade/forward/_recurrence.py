@@ -17,7 +17,6 @@ from lade.forward._kernels import (
     _convolve_slot,
     _copy,
     _fill,
-    _number,
     _row,
     _sigmoid,
     _silu,
@@ -130,7 +129,7 @@ def _advance(state, key, value, gates, change, is_delta):  # type: ignore[no-unt
 
 @compiled
 def _give(g, of, head, token, state, value, sums):  # type: ignore[no-untyped-def]
-    """Write what a state gives for a token's query over the values of MIXED."""
+    """Write what a state gives for a token's query."""
     size, num = of[w.KEY_SIZE], of[w.VALUE_SIZE]
     number = head // (of[w.VALUE_HEADS] // of[w.KEY_HEADS])
     query = _row(g[w.QUERIES] + 4 * size * (of[w.KEY_HEADS] * token + number), size)
@@ -139,7 +138,7 @@ def _give(g, of, head, token, state, value, sums):  # type: ignore[no-untyped-de
         row, times = state[k], query[k]
         for i in range(num):
             sums[i] = sums[i] + row[i] * times
-    result = _row(g[w.MIXED] + 4 * (of[w.MIXED_SIZE] * token + _column(of, 2, head, num)), num)
+    result = _row(g[w.ATTENDED] + 4 * (of[w.ATTENDED_SIZE] * token + num * head), num)
     if of[w.IS_DELTA] != 0:
         _copy(sums, result)
         return
@@ -148,54 +147,18 @@ def _give(g, of, head, token, state, value, sums):  # type: ignore[no-untyped-de
         result[i] = sums[i] + value[i] * factor
 
 
-@compiled
-def _normalize(row, weight, eps, out):  # type: ignore[no-untyped-def]
-    """Normalize a row by its mean square."""
-    factor = _F(1) / np.sqrt(_sum_of_squares(row, _F(0)) / _F(len(row)) + eps)
-    for i in range(len(row)):
-        out[i] = row[i] * factor * weight[i]
-
-
-@compiled
-def _write_results(g, of, token, first, scratch):  # type: ignore[no-untyped-def]
-    """Write a token's results of the heads that share a norm, from `first` on, as it gives them.
-
-    A delta net has its gate behind the norm, and weights for one head.
-    """
-    size, num_heads = of[w.VALUE_SIZE], of[w.NUM_NORMED]
-    num, mixed = size * num_heads, g[w.MIXED] + 4 * of[w.MIXED_SIZE] * token
-    results, gates = _row(scratch, num), _row(scratch + 4 * num, num)
-    weight = _row(of[w.NORM_WEIGHT], num if of[w.IS_DELTA] != 0 else size * first + num)
-    start_of_token = of[w.ATTENDED_SIZE] * token + first * size
-    normed = _row(g[w.ATTENDED] + 4 * start_of_token, num)
-    for head in range(num_heads):
-        start, end = size * head, size * (head + 1)
-        of_values = _row(mixed + 4 * _column(of, 2, first + head, size), size)
-        _copy(of_values, results[start:end])
-        _copy(_row(mixed + 4 * _column(of, 3, first + head, size), size), gates[start:end])
-    _silu(gates)
-    if of[w.IS_DELTA] != 0:
-        _normalize(results, weight, _number(of, w.EPS), normed)
-        for i in range(num):
-            normed[i] = normed[i] * gates[i]
-    else:
-        for i in range(num):
-            results[i] = results[i] * gates[i]
-        _normalize(results, weight[size * first :], _number(of, w.EPS), normed)
-
-
 @inlined
 def _run_heads(g, phase, of, parts, caches, scratch):  # type: ignore[no-untyped-def]
     """Bring the states in the cache up to a slot, and give results of all tokens behind it.
 
-    A piece is a head of values, of one part; then the heads that share a norm, of one token.
+    A piece is a head of values, of one part.
     """
     num_heads, size, num = of[w.VALUE_HEADS], of[w.KEY_SIZE], of[w.VALUE_SIZE]
     sharing, all_keys = num_heads // of[w.KEY_HEADS], of[w.KEY_HEADS] * size
     state = numba.carray(pointer(scratch), (size, num), np.float32)
-    whole, memory = _row(scratch, size * num), scratch + 4 * size * num
-    change, is_delta, goes_on = _row(memory, num), of[w.IS_DELTA] != 0, of[w.NUM_NORMED] > 1
-    for piece, _ in pieces(g, phase, num_heads * g[w.NUM_PARTS], 1, goes_on):
+    whole, change = _row(scratch, size * num), _row(scratch + 4 * size * num, num)
+    is_delta = of[w.IS_DELTA] != 0
+    for piece, _ in pieces(g, phase, num_heads * g[w.NUM_PARTS], 1):
         part, head = divmod(piece, num_heads)
         cache, first_new = caches[part], caches[part, w.NUM_KEYS] - parts[part, w.NUM_NEW]
         _copy(_row(cache[w.STATE] + 4 * size * num * head, size * num), whole)
@@ -214,15 +177,8 @@ def _run_heads(g, phase, of, parts, caches, scratch):  # type: ignore[no-untyped
             _advance(state, key, value, gates, change, is_delta)
             if slot >= first_new:
                 _give(g, of, head, token, state, value, change)
-                if not goes_on:
-                    _write_results(g, of, token, head, memory)
         if cache[w.UNTIL] == cache[w.NUM_KEYS]:
             _copy(whole, brought)
-    if goes_on:
-        num_norms = num_heads // of[w.NUM_NORMED]
-        for piece, _ in pieces(g, phase + 128, num_norms * g[w.NUM_TOKENS], 1):
-            token, number = divmod(piece, num_norms)
-            _write_results(g, of, token, of[w.NUM_NORMED] * number, scratch)
 
 
 @job

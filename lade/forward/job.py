@@ -758,9 +758,6 @@ class _Weights:
             self._add(number, words.SINKS, sinks, "sinks")
         if plan.heads is not None:
             row[words.NUM_HEADS : words.READS] = plan.heads
-        if plan.gate is not None:
-            row[words.GATED] = self._add_columns(plan.gate.columns)
-            row[words.FIRST_GATE], row[words.GATE_STEP] = plan.gate[1:]
         if plan.convolution is not None:
             row[words.TAPS] = plan.convolution.kernel_size[0]
             row[words.FIRST_QUERY : words.FIRST_VALUE + 1] = plan.order
@@ -872,10 +869,8 @@ class _Weights:
         row = self._rows[number]
         row[words.KEY_HEADS : words.FIRST_COLUMNS] = plan.heads
         row[words.FIRST_COLUMNS : words.CHANNELS] = *plan.columns, *plan.steps
-        row[words.CHANNELS : words.NUM_NORMED] = plan.channels
-        row[words.NUM_NORMED], row[words.IS_DELTA] = plan.num_normed, plan.is_delta
-        row[words.EPS] = _bits(plan.eps)
-        self._add(number, words.NORM_WEIGHT, plan.norm, "weight")
+        row[words.CHANNELS : words.IS_DELTA] = plan.channels
+        row[words.IS_DELTA] = plan.is_delta
         for word, name in enumerate(plan.names, words.DECAY_BIASES):
             self._add(number, word, plan.module, name)
 

@@ -126,6 +126,11 @@ class Rows:
         if value not in self._given:
             self._given[value] = self.of_tokens(value.shape, axis)
 
+    def give_in_order(self, value: Value) -> None:
+        """Say that a large operation makes a value, one token's numbers after another's."""
+        tokens = np.arange(value.tensor.numel()) * self._num_tokens // value.tensor.numel()
+        self._given[value] = self._layout(value.shape, tokens.reshape(value.shape))
+
     def follow(self, value: Value, given: Value) -> None:
         """Say that a module makes a value of the rows of another one."""
         self._following[value] = given
@@ -526,16 +531,14 @@ class Writer:
         of_rows = tuple(self._inputs), tuple(self._constants), tuple(self._tables)
         return Source(text, self._num_scratch, *of_rows)
 
-    def columns(
-        self, first: int = 0, size: int | None = None, steps: Sequence[int] = (1,)
-    ) -> Columns:
-        """Return what becomes of some numbers of the output, each by itself.
+    def columns(self, steps: Sequence[int] = (1,)) -> Columns:
+        """Return what becomes of each number of the output by itself.
 
         Inputs may be so many numbers apart as `steps` says.
         """
         (output,) = self._outputs
-        size = self._rows.layout(output).size if size is None else size
-        tree, named = self._tree(output, np.arange(first, first + size)), dict[Any, str]()
+        size = self._rows.layout(output).size
+        tree, named = self._tree(output, np.arange(size)), dict[Any, str]()
         inputs, constants = list[tuple[Value, int, int]](), list[tuple[Value, int, int]]()
         of_name = {name: each for each, name in {**self._named, **self._constants}.items()}
 

@@ -7,6 +7,7 @@ program, or does not fit into a layer of a job, raises `UnsupportedForwardError`
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from lade.forward.comparing import (
 from lade.forward.experts import StacksPlan, experts_in, read_experts
 from lade.forward.packed import PackedLinear
 from lade.forward.programs import Columns, Rows, Writer, slice_of
-from lade.forward.recurrence import GatedNorm, RecurrencePlan, read_recurrence
+from lade.forward.recurrence import RecurrencePlan, read_recurrence
 from lade.forward.trace import Value
 from lade.forward.watching import (
     PRODUCTS,
@@ -114,6 +115,12 @@ class RowsPlan(NamedTuple):
     constants: tuple[Constant, ...]
     sizes: tuple[int, ...]  # of these
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether the result is the only input."""
+        is_one = self.num_inputs == 1 and len({size for _, size in self.places}) == 1
+        return is_one and "        o0[i0] = a0[i0]\n    return" in self.text
+
 
 class ColumnsPlan(NamedTuple):
     """What becomes of columns of products one by one."""
@@ -157,14 +164,6 @@ class HeadsPlan(NamedTuple):
     more: int = 0  # further numbers of keys, in the place of values, which then are the keys
 
 
-class GatePlan(NamedTuple):
-    """What multiplies the results of attention, head by head."""
-
-    columns: ColumnsPlan
-    first: int  # column of the layer's first products, for the first head
-    step: int  # columns from one head's to the next
-
-
 class ExpertsPlan(NamedTuple):
     """The experts of a layer."""
 
@@ -200,7 +199,6 @@ class MixingPlan(NamedTuple):
     attended: int  # numbers of a token behind it
     rows: RowsPlan | None = None  # before it
     heads: HeadsPlan | None = None  # of attention
-    gate: GatePlan | None = None
     settings: tuple[float, float, nn.Module | None] = (1.0, 0.0, None)  # scaling, softcap, sinks
     keys_of: int | None = None  # number of the layer whose keys and values it reads
     latents: LatentsPlan | None = None
@@ -481,15 +479,12 @@ class _Reader:
         self,
         results: Sequence[tuple[Value, Place]],
         given: Mapping[Value, Place],
-        *,
-        moves: bool = True,
-    ) -> RowsPlan | None:
-        """Return the program of some results; None if there is nothing to do.
+    ) -> RowsPlan:
+        """Return the program of some results.
 
         Args:
             results: where each is written.
             given: where other values lie that the program may read.
-            moves: whether there is something to do if numbers are only copied.
         """
         before, self._now = self._now, {**self._now, **given}
         try:
@@ -500,8 +495,6 @@ class _Reader:
             ]
         finally:
             self._now = before
-        if not moves and source.text.count("\n") < 5 and len(source.inputs) == 1:
-            return None
         places += [(place, self._rows.layout(value).size) for value, place in results]
         constants = tuple(map(self._constant_of, source.constants))
         of_source = source.text, source.tables, source.num_scratch
@@ -784,9 +777,8 @@ class _Reader:
             self._rows.layout(each) is self._rows.of_tokens(each.shape, 2) for each in wanted
         )
         require(is_of_heads, "attention gets tokens in another order")
-        out, gate = self._behind(result)
-        if gate is not None and gate[0] not in mixing:
-            mixing.append(gate[0])
+        out, beside = self._behind(result)
+        mixing += [each for each in beside if each in self._products and each not in mixing]
         mixing.sort(key=[*self._products].index)
         givens = {self._value_given(self._products[each]) for each in mixing}
         is_known = len(givens) == 1 and 1 <= len(mixing) <= 4
@@ -795,75 +787,45 @@ class _Reader:
         places = self._side_by_side(words.MIXED, mixing)
         if not is_shared:
             self._require_cached(attended.module, attended.key, attended.value)
-        of_gate = None
-        if gate is not None:
-            of_gate = gate[1]._replace(first=gate[1].first + places[gate[0]].first)
         plan = MixingPlan(
             *(sum(each.num for each in products), num * of_value),
             self._program([*self._side_by_side(words.QUERIES, wanted).items()], places),
-            *(HeadsPlan(num, num_keys, size, of_value), of_gate),
+            HeadsPlan(num, num_keys, size, of_value),
             *(_settings_of(attended, self._implementation), keys_of if is_shared else None),
         )
-        return self._mixed(givens.pop(), products, plan, out)
+        return self._mixed(givens.pop(), products, plan, result, out, places)
 
     def _mixed(
-        self, given: Value, products: Sequence[ProductPlan], plan: MixingPlan, out: nn.Module
+        self,
+        given: Value,
+        products: Sequence[ProductPlan],
+        plan: MixingPlan,
+        result: Value,
+        out: nn.Module,
+        places: Mapping[Value, Place],
     ) -> _Part:
-        """Return the part of a layer that mixes tokens, between products."""
+        """Return the part of a layer that mixes tokens, between products; see `_behind`."""
+        taken, word, between = self._value_given(out), words.ATTENDED, tuple[RowsStep, ...]()
+        with_result = {**places, result: Place(words.ATTENDED)}
+        program = self._program([(taken, Place(words.QUERIES))], with_result)
+        if not program.is_copy:
+            word, between = words.QUERIES, (RowsStep(program),)
         firsts = ProductsPlan(tuple(products), words.NORMED, words.MIXED)
-        last = ProductsPlan((self._product(out),), words.ATTENDED, words.ADDED)
-        return _Part(given, _added(self._value_made(out)), (firsts, plan, last))
+        last = ProductsPlan((self._product(out),), word, words.ADDED)
+        return _Part(given, _added(self._value_made(out)), (firsts, plan, *between, last))
 
-    def _behind(self, result: Value) -> tuple[nn.Module, tuple[Value, GatePlan] | None]:
-        """Return the product that gets attention's result, and the gate before it, if any."""
-        self._now[result] = Place(0)
-        for module in self._inside:
-            taken = self._value_given(module)
-            try:
-                _, found = slice_of(self._rows, [taken], self._is_given)
-            except UnsupportedForwardError:
-                continue
-            if result in found:
-                del self._now[result]
-                return module, self._gate(taken, result, found)
-        raise UnsupportedForwardError("no product gets the result of attention")
-
-    def _gate(
-        self, taken: Value, result: Value, found: Sequence[Value]
-    ) -> tuple[Value, GatePlan] | None:
-        size, num = result.shape[-1], result.shape[2]
-        self._now[result] = Place(0)
+    def _behind(self, result: Value) -> tuple[nn.Module, list[Value]]:
+        """Return the product that gets attention's result, and what else comes before it."""
+        self._now[result] = Place(words.ATTENDED)
         try:
-            pieces = [
-                Writer(self._rows, [taken], self._is_given).columns(size * head, size)
-                for head in range(num)
-            ]
-        except UnsupportedForwardError:
-            raise UnsupportedForwardError(
-                "something is between attention and its projection"
-            ) from None
+            for module in self._inside:
+                with suppress(UnsupportedForwardError):
+                    _, found = slice_of(self._rows, [self._value_given(module)], self._is_given)
+                    if result in found:
+                        return module, [each for each in found if each is not result]
         finally:
             del self._now[result]
-        firsts = [{each: first for each, first, _ in piece.inputs} for piece in pieces]
-        is_own = (
-            all(first.get(result) == size * head for head, first in enumerate(firsts))
-            and len({piece.text for piece in pieces}) == 1
-        )
-        gates = [each for each in firsts[0] if each is not result]
-        is_own = is_own and len(gates) <= 1
-        require(is_own, "something is between attention and its projection")
-        if not gates:
-            require(pieces[0].is_copy, "something is between attention and its projection")
-            return None
-        (gate,), columns = gates, pieces[0]
-        starts = [first[gate] for first in firsts]
-        step = starts[1] - starts[0] if num > 1 else 0
-        is_even = starts == [starts[0] + step * head for head in range(num)]
-        is_known = is_even and gate in self._products and not columns.constants
-        require(is_known, "something is between attention and its projection")
-        # The result comes first.
-        require(columns.inputs[0][0] is result, "a gate comes before what it multiplies")
-        return gate, GatePlan(self._columns_plan(columns), starts[0], step)
+        raise UnsupportedForwardError("no product gets the result of attention")
 
     def _dense(self, products: Sequence[nn.Module]) -> _Part:
         """Return an MLP: gate and up, and what becomes of their columns, and down."""
@@ -894,17 +856,15 @@ class _Reader:
             return self._dense(products)
         given, out = self._value_given(self._parents[module]), self._value_made(module)
         call, *others = self._calls[module]
-        name, chosen = type(module).__name__, [x for x in call.given if _is_whole(x.tensor)]
-        require(
-            not others and (len(call.given), len(chosen)) == (3, 1), f"{name} is called otherwise"
-        )
+        chosen = [each for each in call.given if each.tensor.dtype is torch.int64]
+        is_known = not others and (len(call.given), len(chosen)) == (3, 1)
+        require(is_known, f"{type(module).__name__} is called otherwise")
         states, shares = (each for each in call.given if each not in chosen)
         self._rows.follow(out, states)
         scores, router, taken = self._scores([*chosen, shares])
         results = (*chosen, Place(words.CHOSEN)), (shares, Place(words.SHARES))
         num = scores.shape[-1]
         choose = self._program(results, {scores: Place(words.SCORES, 0, num + 1)})
-        assert choose is not None
         inside = {*module.modules(), router}
         shared = [each for each in products if each not in inside]
         gates: list[Any] = [each for each in shared if getattr(each, "out_features", 0) == 1]
@@ -963,8 +923,8 @@ class _Reader:
         self._rows.give(result, 1)
         _, found = slice_of(self._rows, [latent, of_query, of_key], self._is_given)
         mixing = {each for each in found if each in self._products} - {made[expand]}
-        (out, gate), reason = self._behind(result), "its latents and queries are not known"
-        require(len(mixing) == 2 and gate is None, reason)
+        (out, beside), reason = self._behind(result), "its latents and queries are not known"
+        require(len(mixing) == 2 and not beside, reason)
         is_of_latent = slice_of(self._rows, [latent], self._is_given)[1]
         into = next(each for each in mixing if each in is_of_latent)
         (asking,) = mixing - {into}
@@ -1008,7 +968,6 @@ class _Reader:
             )
             require(is_kept, reason)
         turn = self._program([(shared, Place(words.QUERIES, rank, row))], places)
-        assert turn is not None
         of_row = [place.word for place, _ in turn.places].index(words.MIXED)
         self._require_cached(attended.module, latent.tensor, attended.key[0, 0, :, straight:])
         apart = {expand, *(() if second is None else (self._products[asking],))}
@@ -1020,7 +979,7 @@ class _Reader:
             settings=_settings_of(attended, self._implementation),
             latents=LatentsPlan(second, expanded, straight, turned, num_value, turn, of_row),
         )
-        return self._mixed(given, products, plan, out)
+        return self._mixed(given, products, plan, result, out, places)
 
     def _require_cached(self, module: Any, *cached: Tensor) -> None:
         """Refuse an attention that does not cache these rows of tokens."""
@@ -1052,7 +1011,9 @@ class _Reader:
         if len(called) > 2 or self._parents[convolution]._parameters:
             return self._recurrent(convolution, called)
         into, out = map(self._product, called)
-        rows, taken = self._value_made(called[0]).tensor, self._taken(called[1])
+        rows, result = self._value_made(called[0]).tensor, self._value_given(called[1])
+        self._rows.give(result, 1)
+        taken = result.tensor
         is_one = rows.shape[-1] == 3 * channels == 3 * out.num == 3 * into.num_inputs
         require(is_one, reason)
         parts = rows.chunk(3, dim=-1)
@@ -1068,7 +1029,7 @@ class _Reader:
             raise UnsupportedForwardError(reason)
         low, high = (each for each in range(3) if each != last)
         plan = MixingPlan(into.num, channels, convolution=convolution, order=(last, low, high))
-        return self._mixed(self._value_given(called[0]), [into], plan, called[1])
+        return self._mixed(self._value_given(called[0]), [into], plan, result, called[1], {})
 
     def _recurrent(self, convolution: nn.Conv1d, called: list[nn.Module]) -> _Part:
         """Return the recurrence of a layer: products, a convolution, a state, a gated norm."""
@@ -1077,8 +1038,8 @@ class _Reader:
         require(
             len(givens) == 1 and len(called) <= 5, "its recurrence has products of different states"
         )
-        *mixing, out = map(self._product, called)
-        rows = torch.cat([self._value_made(each).tensor for each in called[:-1]], dim=-1)[0]
+        *values, _ = map(self._value_made, called)
+        products = [*map(self._product, called[:-1])]
         norms = [
             each
             for each in module.children()
@@ -1087,28 +1048,15 @@ class _Reader:
             and not isinstance(each, (*PRODUCTS, nn.Conv1d))
         ]
         require(len(norms) == 1, "its recurrence has no norm")
-        norm: Any = norms[0]
-        (call,) = self._calls[norm]
-        mine, gate, *others = [*call.args, *call.kwargs.values(), None][:3]
-        taken = self._taken(called[-1])
-        is_known = isinstance(gate, Tensor) and others == [None]
-        is_known = is_known and torch.equal(call.out.flatten(), taken.flatten())
-        require(is_known, "its recurrence has another norm")
-        watched = GatedNorm(norm, norm.weight, _eps_of(norm), mine, gate, call.out)
-        found = read_recurrence(module, convolution, rows, watched, self._last_recurrence)
-        self._last_recurrence = found
-        plan = MixingPlan(
-            *(sum(each.num for each in mixing), out.num_inputs),
-            convolution=convolution,
-            recurrence=found,
-        )
-        return self._mixed(givens.pop(), mixing, plan, called[-1])
-
-    def _taken(self, out: nn.Module) -> Tensor:
-        """Return the rows that the product behind a convolution or a recurrence gets."""
-        taken = self._value_given(out)
-        self._rows.give(taken, 1)
-        return taken.tensor
+        result, rows = self._value_given(norms[0]), [each.tensor[0] for each in values]
+        self._rows.give_in_order(result)
+        of_layer = convolution, torch.cat(rows, dim=-1), result.tensor, self._last_recurrence
+        found = self._last_recurrence = read_recurrence(module, *of_layer)
+        size = result.tensor.numel() // len(rows[0])
+        mixed = sum(each.num for each in products)
+        plan = MixingPlan(mixed, size, convolution=convolution, recurrence=found)
+        places = self._side_by_side(words.MIXED, values)
+        return self._mixed(givens.pop(), products, plan, result, called[-1], places)
 
     # --- modules ----------------------------------------------------------------------------------
 
@@ -1319,15 +1267,6 @@ def _added(value: Value) -> dict[Value, Place]:
 
 def _of_calls(calls: Mapping[Value, CallPlan]) -> dict[Value, Place]:
     return {value: Place(words.NOTHING, made=call) for value, call in calls.items()}
-
-
-def _eps_of(module: nn.Module) -> Any:
-    names = ("variance_epsilon", "eps", "epsilon")
-    return next((getattr(module, each) for each in names if hasattr(module, each)), 1e-5)
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.int64
 
 
 def _first_given(call: Called) -> Any:

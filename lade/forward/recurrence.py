@@ -1,7 +1,7 @@
 """Read from a layer that was watched its recurrence: sizes, and which columns are what.
 
 A gated delta net and a Mamba 2 have states, matrices from keys to values, behind a short
-convolution, and a norm with a gate. They differ in what a token adds to a state.
+convolution. They differ in what a token adds to a state.
 """
 
 import math
@@ -19,7 +19,6 @@ from lade.forward.comparing import (
     UnsupportedForwardError,
     convolved,
     difference,
-    is_near,
     only,
     require,
     tolerance,
@@ -41,9 +40,6 @@ class RecurrencePlan(NamedTuple):
     # layer's first products, and columns from those of one key head to those of the next.
     columns: tuple[int, ...]
     steps: tuple[int, ...]
-    num_normed: int  # value heads that share a norm
-    norm: nn.Module
-    eps: float
 
     @property
     def is_delta(self) -> bool:
@@ -59,29 +55,16 @@ class RecurrencePlan(NamedTuple):
         return straight if self.is_delta else (all_values + all_keys, all_values, 0)
 
     def num_scratch(self, taps: int) -> int:
-        """Return the numbers that a thread needs for a state, a convolution or a norm."""
+        """Return the numbers that a thread needs for a state and a convolution."""
         *_, key_size, value_size = self.heads
-        of_convolution = (taps + 2) * max(key_size, value_size)
-        of_norm = 2 * self.num_normed * value_size + 16
-        return key_size * value_size + max(of_convolution, of_norm)
-
-
-class GatedNorm(NamedTuple):
-    """A norm with a gate, in the watched forward."""
-
-    module: nn.Module
-    weight: Tensor
-    eps: float
-    given: Tensor
-    gate: Tensor
-    out: Tensor
+        return key_size * value_size + (taps + 2) * max(key_size, value_size)
 
 
 def read_recurrence(
     module: nn.Module,
     convolution: nn.Conv1d,
     rows: Tensor,
-    norm: GatedNorm,
+    results: Tensor,
     known: RecurrencePlan | None,
 ) -> RecurrencePlan:
     """Return the plan by which a recurrence gave its results.
@@ -90,13 +73,13 @@ def read_recurrence(
         module: has it.
         convolution: what queries, keys and values go through first.
         rows: what the first products gave, [num_tokens, columns].
-        norm: what its results go through.
+        results: what it gives.
         known: the plan of an earlier layer, which most layers share.
     """
     num_tokens = len(rows)
     own = {name: each for name, each in module._parameters.items() if each is not None}
     num_values = max((each.numel() for each in own.values()), default=1)
-    value_size = norm.given.numel() // (num_tokens * num_values)
+    value_size = results.numel() // (num_tokens * num_values)
     all_keys = (convolution.out_channels - num_values * value_size) // 2
     num_columns = 2 * all_keys + num_values * (2 * value_size + 4 - len(own))
     has_shape = len(own) in (2, 3) and rows.shape[1] == num_columns
@@ -110,20 +93,14 @@ def read_recurrence(
         for num_keys in range(1, num_values + 1)
         if num_values % num_keys == all_keys % num_keys == 0
     ]
-    num_normed = _num_normed(norm, num_values, len(own) == 2)
-    plans = [
-        plan
-        for heads in all_heads
-        for plan in _plans(module, [*own], heads, num_normed, norm)
-        if torch.equal(_part(plan, rows, 3).flatten(), norm.gate.flatten())
-    ]
-    wanted = norm.given.view(num_tokens, num_values, value_size)
+    plans = [plan for heads in all_heads for plan in _plans(module, [*own], heads)]
+    wanted = results.view(num_tokens, num_values, value_size)
     limit = max(tolerance(wanted), _ONE_BY_ONE * largest(wanted))
 
     def error(plan: RecurrencePlan) -> float:
         return difference(_result(plan, convolution, rows), wanted)
 
-    same = known and known._replace(module=module, norm=norm.module)
+    same = known and known._replace(module=module)
     if same in plans and error(same) <= limit:
         return same
     errors = {plan: error(plan) for plan in plans}
@@ -181,35 +158,13 @@ def _advanced(state: Tensor, row: Tensor, *, is_delta: bool) -> Tensor:
     return advanced
 
 
-def _num_normed(norm: GatedNorm, num_values: int, is_delta: bool) -> int:
-    """Return how many value heads share a norm."""
-    for num_groups in range(1, num_values + 1):
-        if num_values % num_groups == 0 and is_near(_normed(norm, num_groups, is_delta), norm.out):
-            return 1 if is_delta else num_values // num_groups
-    raise UnsupportedForwardError("its recurrence has another norm")
-
-
-def _normed(norm: GatedNorm, num_groups: int, is_delta: bool) -> Tensor:
-    """Return results after a norm of groups of numbers, behind a gate; in delta nets before it."""
-    gate, wide = functional.silu(norm.gate), norm.given
-    wide = (wide if is_delta else wide * gate).reshape(-1, norm.given.shape[-1] // num_groups)
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-    normed = norm.weight * wide.view(norm.given.shape)
-    return normed * gate if is_delta else normed
-
-
 def _plans(
-    module: nn.Module,
-    own: list[str],
-    heads: tuple[int, int, int, int],
-    num_normed: int,
-    norm: GatedNorm,
+    module: nn.Module, own: list[str], heads: tuple[int, int, int, int]
 ) -> Iterator[RecurrencePlan]:
     """Yield the plans of such heads, with each order of columns and of parameters."""
     arrangements = _arrangements(heads) if len(own) == 2 else [_arrangement(heads)]
     for (columns, steps), names in product(arrangements, permutations(own)):
-        of_norm = num_normed, norm.module, norm.eps
-        yield RecurrencePlan(module, names, heads, columns, steps, *of_norm)
+        yield RecurrencePlan(module, names, heads, columns, steps)
 
 
 def _sizes(heads: tuple[int, ...]) -> tuple[int, ...]:

@@ -68,12 +68,10 @@ ROW_SIZE = 176
 # new keys and values follow. Attention: bits of float32 SCALING and SOFTCAP; heads of queries and
 # of keys; numbers of a key's head, and of a value's. If MORE_SIZE is not 0, the cache has so many
 # further numbers of keys in place of values, and keys are the values, too. READS: whether keys are
-# those of another layer. HEADS: the row of its program. GATED: the row of the program of its
-# results, or 0, with the first column of MIXED for the first head, and columns from one head to the
-# next.
+# those of another layer. HEADS: the row of its program.
 (MIXED_SIZE, ATTENDED_SIZE, QUERIES_SIZE, SCALING, SOFTCAP, SINKS) = range(30, 36)
 NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE, RESULT_SIZE, MORE_SIZE = range(36, 41)
-READS, HEADS, GATED, FIRST_GATE, GATE_STEP = range(41, 46)
+READS, HEADS = range(41, 43)
 # A short convolution: its weights, [HIDDEN, TAPS], and biases; FIRST_QUERY is the third of MIXED
 # that multiplies the results, FIRST_KEY and FIRST_VALUE the two whose product is the input; keys
 # are these inputs, [slots, HIDDEN].
@@ -105,12 +103,11 @@ TURN, TURNED_PLACE = 23, 24
 # A recurrence: heads of keys, and of values, and their sizes; for queries, keys, values, gates of
 # results, writing strengths and decays, the first column in MIXED, and how many columns are from
 # those of one key head to those of the next; for the first three, the first channel of the
-# convolution; value heads that share a norm; whether it is a gated delta net, else a Mamba 2;
+# convolution; whether it is a gated delta net, else a Mamba 2;
 # addresses of the biases of decays, of what decays are multiplied by, as logarithms, and of factors
 # by which values join the results.
 (KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, FIRST_COLUMNS, COLUMN_STEPS) = (*range(5), 10)
-CHANNELS, NUM_NORMED, IS_DELTA, DECAY_BIASES, DECAYS, SKIPS = 16, *range(19, 24)
-NORM_WEIGHT, EPS = 24, 25  # of the norm of results; EPS: bits of a float32
+CHANNELS, IS_DELTA, DECAY_BIASES, DECAYS, SKIPS = 16, *range(19, 23)
 
 # The pool of workers, in lines of 8 words: how many jobs have begun; whether it is closed, how many
 # workers there are, and a zero; where idle workers sleep; how many still run; slots; a line of each
