@@ -448,31 +448,31 @@ class _Reader:
         return is_known or value.tensor is self._positions or self._call_for(value) is not None
 
     def _call_for(self, value: Value) -> tuple[CallPlan, int] | None:
-        """Return the call of a module that gives a value of positions, such as angles; or None."""
+        """Return the call of a module that gives a value of tokens or positions alone; or None."""
         if value not in self._called:
             self._called[value] = None
             for module, call, place in self._makers.get(value, ()):
                 with Attempt():
-                    self._called[value] = self._of_positions(module, call), place
+                    self._called[value] = self._call_of(module, call), place
         found = self._called[value]
         if found is not None:
             self._rows.give(value, value.tensor.dim() - 2)
         return found
 
-    def _of_positions(self, module: nn.Module, call: Called) -> CallPlan:
+    def _call_of(self, module: nn.Module, call: Called) -> CallPlan:
+        """Return a call as a plan has it, if it gives the same for other states."""
         plan = self._planned(module, call)
         given = [*plan.args, *plan.kwargs.values()]
-        num = given.count(words.POSITIONS_GIVEN) + given.count(words.AXES_GIVEN)
-        is_of_positions = num == 1 and words.TOKENS_GIVEN not in given
+        tensors = {words.TOKENS_GIVEN: self._input_ids, words.POSITIONS_GIVEN: self._positions}
+        tensors[words.AXES_GIVEN] = self._positions.expand(3, -1, -1)
+        require(any(x is each for x in tensors for each in given), "it looks at no token")
         has_products = any(isinstance(each, _LINEARS) for each in module.modules())
-        require(is_of_positions and not has_products, "it is of more than positions")
+        require(not has_products, "torch's products of several tokens depend on how many")
         for other in (0.0, 1.0):
-            tensors = {words.POSITIONS_GIVEN: self._positions}
-            tensors[words.AXES_GIVEN] = self._positions.expand(3, -1, -1)
             tensors[words.STATES_GIVEN] = torch.full_like(self._states.tensor, other)
             args, kwargs = given_to(plan, tensors)
             pairs = zip(tensors_of(module(*args, **kwargs)), tensors_of(call.out), strict=True)
-            require(all(torch.equal(*pair) for pair in pairs), "it is of states")
+            require(all(is_near(*pair) for pair in pairs), "it looks at more than tokens")
         return plan
 
     def _program(
@@ -611,24 +611,12 @@ class _Reader:
 
     def _embedding(self, states: Value) -> RowsStep:
         """Return what makes the first states of tokens and positions."""
-        calls: dict[Value, CallPlan] = {}
-        for value, module, call in self._made():
-            with Attempt():  # some modules take more than tokens and positions
-                calls[value] = self._call_of(module, call)
-                self._rows.give(value, 1)
-        _, found = slice_of(self._rows, [states], calls.__contains__)
-        plans = [calls[each] for each in found]
-        is_known = any(words.TOKENS_GIVEN in (*x.args, *x.kwargs.values()) for x in plans)
+        self._now = {}
+        program = self._program([(states, Place(words.STATES))], {})
+        calls = [place.made for place, _ in program.places if place.made is not None]
+        is_known = any(words.TOKENS_GIVEN in (*x.args, *x.kwargs.values()) for x in calls)
         require(is_known, "its first layer does not get what an embedding gives")
-        return RowsStep(self._program([(states, Place(words.STATES))], _of_calls(calls)))
-
-    def _made(self) -> Iterator[tuple[Value, nn.Module, Called]]:
-        """Yield what modules made that may be of each token alone."""
-        for value, makers in self._makers.items():
-            for module, call, _ in makers:
-                is_one = isinstance(call.out, Tensor) and value not in self._products
-                if is_one and value.shape[:-1] == self._input_ids.shape:
-                    yield value, module, call
+        return RowsStep(program)
 
     def _inputs(self, modules: Sequence[nn.Module], states: Value) -> tuple[Any, ...]:
         """Return the phases that make what layers get besides states; none if it is not known."""
@@ -642,23 +630,17 @@ class _Reader:
         if any(len(each) != 2 for each in given):  # states come first
             return ()
         results = [each[1] for each in given]
-        calls: dict[Value, CallPlan] = {}
-        for value, module, call in self._made():
-            with Attempt():
-                calls[value] = self._call_of(module, call)
-                self._rows.give(value, 1)
-        places = _of_calls(calls)
-        self._now = {states: Place(0), **places}
+        self._now = {states: Place(0)}
         _, found = slice_of(self._rows, results, self._is_given)
         made = [each for each in found if each in self._products]
-        is_known = len(made) == 1 and all(each in calls or each in made for each in found)
+        is_known = len(made) == 1 and all(x in made or self._call_for(x) for x in found)
         if not is_known or self._value_given(self._products[made[0]]) is not states:
             return ()
         product, size = self._product(self._products[made[0]]), self._rows.layout(results[0]).size
         of_all = size * len(results)
         ends = [Place(words.INPUTS, size * each, of_all) for each in range(len(results))]
         pairs = [*zip(results, ends, strict=True)]
-        rows = self._program(pairs, {**places, made[0]: Place(words.MIXED)})
+        rows = self._program(pairs, {made[0]: Place(words.MIXED)})
         self._given = dict(zip(modules, pairs, strict=True))
         return ProductsPlan((product,), words.STATES, words.MIXED), RowsStep(None, rows)
 
@@ -1084,19 +1066,6 @@ class _Reader:
             return (*found,)
         return tuple(each for each in lists.pop().children() if each in self._calls)
 
-    def _call_of(self, module: nn.Module, call: Called) -> CallPlan:
-        """Return a call as a plan has it, if it gives the same for other states."""
-        plan = self._planned(module, call)
-        given = (*plan.args, *plan.kwargs.values())
-        is_of_tokens = words.TOKENS_GIVEN in given or words.POSITIONS_GIVEN in given
-        require(is_of_tokens, "it looks at neither tokens nor positions")
-        has_products = any(isinstance(each, _LINEARS) for each in module.modules())
-        require(not has_products, "torch's products of several tokens depend on how many")
-        tokens = {words.TOKENS_GIVEN: self._input_ids, words.POSITIONS_GIVEN: self._positions}
-        args, kwargs = given_to(plan, {**tokens, words.STATES_GIVEN: None})
-        require(is_near(module(*args, **kwargs), call.out), "it looks at more than tokens")
-        return plan
-
     def _planned(self, module: nn.Module, call: Called) -> CallPlan:
         """Return a call with placeholders for its tensors."""
 
@@ -1125,46 +1094,57 @@ class _Reader:
         require(type(linear) in PRODUCTS, f"{name} is not a plain linear layer")
         return ProductPlan(linear, first, num or size_of(linear)[0], module, added)
 
-    def _ios(self, module: nn.Module) -> tuple[Tensor, Any]:
-        (call,) = self._calls[module]
-        return _first_given(call), call.out
-
     def _additions(self, module: nn.Module) -> tuple[nn.Linear, tuple[AdditionPlan, ...]] | None:
         """Return the linear layer in a module, and its additions; None for other modules."""
         inside = {*module.modules()} - {module}
-        called = [
+        called: list[Any] = [
             each
             for each in self._calls
             if each in inside and not each._modules and not isinstance(each, _NOTHING)
         ]
-        if not called or any(type(each) not in _LINEARS for each in called):
+        is_known = bool(called) and all(type(each) in _LINEARS for each in called)
+        if not is_known or any(len(self._calls.get(x, ())) != 1 for x in (module, *called)):
             return None
-        if any(len(self._calls.get(each, ())) != 1 for each in (module, *called)):
+        made, given = {self._value_made(x): x for x in called}, self._value_given(module).tensor
+        firsts = {x: made[y] for x in called if (y := self._value_given(x)) in made}
+        outer = [each for each in called if each not in firsts]
+        linears = [each for each in outer if each not in firsts.values()]
+        if len(linears) != 1 or not isinstance(self._calls[module][0].out, Tensor):
             return None
-        made = {id(self._ios(each)[1]): each for each in called}
-        pairs = {each: made.get(id(self._ios(each)[0])) for each in called}
-        firsts: list[Any] = [each for each in pairs.values() if each is not None]
-        linears: Any = [each for each in called if pairs[each] is None and each not in firsts]
-        seconds: Any = [each for each in called if pairs[each]]
-        given, result = self._ios(module)
-        if len(linears) != 1 or not isinstance(result, Tensor):
+        if any(not torch.equal(self._value_given(x).tensor, given) for x in outer):
             return None
-        total = self._ios(linears[0])[1]
-        if any(
-            mine.shape != given.shape or not torch.equal(mine, given)
-            for mine, _ in map(self._ios, (*linears, *firsts))
-        ):
-            return None
-        times = _factors(module, linears[0], seconds, given)
-        if times is None:
-            return None
-        for second, number in zip(seconds, times, strict=True):
-            total = total + self._ios(second)[1] * number
-        is_sum = is_near(total, result) if seconds else torch.equal(total, result)
-        if not is_sum:
-            return None
-        added = zip(firsts, seconds, times, strict=True)
-        return linears[0], tuple(AdditionPlan(*each) for each in added)
+        for value, each in made.items():
+            self._rows.follow(value, self._value_given(each))
+        ends = [self._value_made(each) for each in (*linears, *firsts)]
+        with suppress(UnsupportedForwardError):
+            writer = Writer(self._rows, [self._value_made(module)], ends.__contains__)
+            times = _factors(writer.columns(), ends)
+            added = zip(firsts.values(), firsts, times[1:], strict=True)
+            return linears[0], tuple(AdditionPlan(*each) for each in added)
+        return None
+
+
+def _factors(columns: Columns, values: Sequence[Value]) -> list[float]:
+    """Return the factors of a sum of values; that of the first must be 1."""
+    space: dict[str, Any] = {"F": float}
+    exec(columns.text, space)
+    places = [value for value, *_ in columns.inputs]
+    is_whole = {*places} == {*values} and all(first == 0 for _, first, _ in columns.inputs)
+    require(is_whole and not columns.constants, "it is no sum")
+
+    def at(numbers: Sequence[float]) -> float:
+        out = [0.0]
+        try:
+            space["program"](1, *([numbers[values.index(each)]] for each in places), out)
+        except NameError:
+            raise UnsupportedForwardError("it is no sum") from None
+        return out[0]
+
+    times = [at([float(x is each) for x in values]) for each in values]
+    tried = [1.7 * number - 3.1 for number in range(len(values))]
+    total = sum(each * x for each, x in zip(times, tried, strict=True))
+    require(times[0] == 1.0 and math.isclose(at(tried), total, rel_tol=1e-9), "it is no sum")
+    return times
 
 
 def _settings_of(
@@ -1191,30 +1171,6 @@ def _settings_of(
     scaling = settings.get("scaling", attended.query.shape[3] ** -0.5)
     softcap = float(settings.get("softcap", 0.0))
     return float(scaling), softcap, None if sinks is None else attended.module
-
-
-def _factors(
-    module: nn.Module, linear: nn.Linear, seconds: list[nn.Linear], given: Tensor
-) -> list[float] | None:
-    """Return the factor by which an adapter multiplies its low-rank results; None if there is none.
-
-    It is found by made-up results, as a new adapter has weights of zero.
-    """
-    if not seconds:
-        return []
-    angles = torch.arange(linear.out_features, dtype=torch.float64, device="cpu")
-    put = {each: (angles * (index + 1.3)).sin() for index, each in enumerate((linear, *seconds))}
-    for each, numbers in put.items():
-        each.register_forward_hook(lambda _, __, out, numbers=numbers: numbers.expand(out.shape))
-    out = module(given)
-    if not isinstance(out, Tensor) or out.dtype is not torch.float64:
-        return None
-    parts = torch.stack([put[each] for each in seconds], dim=1)
-    rest = out.reshape(-1, linear.out_features)[0] - put[linear]
-    times = torch.linalg.lstsq(parts, rest[:, None]).solution
-    if not torch.allclose(parts @ times, rest[:, None], rtol=1e-9, atol=1e-9):
-        return None
-    return [float(each) for each in times[:, 0]]
 
 
 def _is_ignored(attended: Attended, name: str) -> bool:
@@ -1263,14 +1219,6 @@ def given_to(
 
 def _added(value: Value) -> dict[Value, Place]:
     return {value: Place(words.ADDED)}
-
-
-def _of_calls(calls: Mapping[Value, CallPlan]) -> dict[Value, Place]:
-    return {value: Place(words.NOTHING, made=call) for value, call in calls.items()}
-
-
-def _first_given(call: Called) -> Any:
-    return next(iter((*call.args, *call.kwargs.values())), None)
 
 
 def _sizes_of(
