@@ -1113,11 +1113,12 @@ class _Reader:
             return None
         if any(not torch.equal(self._value_given(x).tensor, given) for x in outer):
             return None
-        for value, each in made.items():
-            self._rows.follow(value, self._value_given(each))
         ends = [self._value_made(each) for each in (*linears, *firsts)]
+        rows = Rows(self._positions.shape[1], lambda _: None)
         with suppress(UnsupportedForwardError):
-            writer = Writer(self._rows, [self._value_made(module)], ends.__contains__)
+            for value in ends:
+                rows.give(value, len(value.shape) - 2)
+            writer = Writer(rows, [self._value_made(module)], ends.__contains__)
             times = _factors(writer.columns(), ends)
             added = zip(firsts.values(), firsts, times[1:], strict=True)
             return linears[0], tuple(AdditionPlan(*each) for each in added)
