@@ -5,6 +5,7 @@ thread takes pieces until none is left, and goes on when all are done. So a thre
 or not at all, delays no other. All numbers are float32, whatever weights are stored in.
 """
 
+import math
 from typing import Any
 
 import numba
@@ -46,6 +47,7 @@ _WIDE = 16384
 _FAST = {"contract", "reassoc", "nsz", "arcp"}
 # Powers of e whose exponents of 2 float32 holds with room to spare: of numbers to about 3 million.
 _ORDINARY = 2.0**22
+_MOST_SOFTENED = np.float32(20)  # above, a softplus is the number itself, as torch has it
 _FLOAT = ir.FloatType()
 _F = np.float32
 
@@ -186,27 +188,18 @@ def _tanh(number):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _silu(row):  # type: ignore[no-untyped-def]
-    for i in range(len(row)):
-        row[i] = row[i] / (_F(1) + _exponential_of_negative(row[i]))
+def _sigmoid(x):  # type: ignore[no-untyped-def]
+    return _F(1) / (_F(1) + _exponential_of_negative(x))
 
 
 @compiled
-def _sigmoid(row):  # type: ignore[no-untyped-def]
-    for i in range(len(row)):
-        row[i] = _F(1) / (_F(1) + _exponential_of_negative(row[i]))
+def _silu(x):  # type: ignore[no-untyped-def]
+    return x / (_F(1) + _exponential_of_negative(x))
 
 
 @compiled
-def _softmax(row):  # type: ignore[no-untyped-def]
-    peak = row[0]
-    for number in row:
-        peak = max(peak, number)
-    for i in range(len(row)):
-        row[i] = _exponential(row[i] - peak)
-    total = _sum(row)
-    for i in range(len(row)):
-        row[i] = row[i] / total
+def _softplus(x):  # type: ignore[no-untyped-def]
+    return x if x > _MOST_SOFTENED else _F(math.log1p(math.exp(x)))
 
 
 # --- a softmax, block by block -------------------------------------------------------------------
@@ -756,40 +749,34 @@ def _convolve_slot(layer, weights, inputs, slot, row, sums):  # type: ignore[no-
 
 @inlined
 def _convolve(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyped-def]
-    """Write the inputs of a short convolution into the cache, and its gated results.
+    """Write the inputs of a short convolution into the cache, and its results.
 
     A piece is some channels of all tokens; channels do not depend on each other.
     """
-    size, taps = g[w.HIDDEN], layer[w.TAPS]
+    size = layer[w.ATTENDED_SIZE]
     step = _share(size, g[w.NUM_THREADS], _UNIT, _MOST_COLUMNS)
     for start, stop in pieces(g, phase, size, step):
         num = stop - start
         weights = _taps_of(layer, start, num, scratch)
-        row = _row(scratch + 4 * num * taps, num)
-        sums = _row(scratch + 4 * num * (taps + 1), num)
         for part in range(g[w.NUM_PARTS]):
             num_new = parts[part, w.NUM_NEW]
             for new in range(num_new):
-                token = parts[part, w.FIRST] + new
-                mixed = g[w.MIXED] + 4 * (3 * size * token + start)
-                first = _row(mixed + 4 * size * layer[w.FIRST_KEY], num)
-                second = _row(mixed + 4 * size * layer[w.FIRST_VALUE], num)
-                for i in range(num):
-                    row[i] = first[i] * second[i]
+                place = 4 * (size * (parts[part, w.FIRST] + new) + start)
                 slot = caches[part, w.NUM_KEYS] - num_new + new
+                row, sums = _row(g[w.QUERIES] + place, num), _row(g[w.ATTENDED] + place, num)
                 inputs = caches[part, w.KEYS], size, start
                 _convolve_slot(layer, weights, inputs, slot, row, sums)
-                gate = _row(mixed + 4 * size * layer[w.FIRST_QUERY], num)
-                for i in range(num):
-                    sums[i] = sums[i] * gate[i]
-                _copy(sums, _row(g[w.ATTENDED] + 4 * (size * token + start), num))
 
 
 @job
 def run_convolution(address: Any) -> None:
     """Run the pieces of a phase that other threads have not taken; see `given_to_job`."""
-    g, phase, _, layer, parts, caches, scratch = given_to_job(address)
-    _convolve(g, phase, layer, parts, caches, scratch)
+    g, phase, step, layer, parts, caches, scratch = given_to_job(address)
+    if step == 0:
+        for token, _ in pieces(g, phase, g[w.NUM_TOKENS], 1):
+            run_rows(g, layer[w.HEADS], token, token, scratch)
+    else:
+        _convolve(g, phase, layer, parts, caches, scratch)
 
 
 # --- experts ------------------------------------------------------------------------------------
@@ -944,11 +931,8 @@ def run_forward(address: Any) -> None:
     thread = take(g.ctypes.data + 8 * w.NEXT_THREAD, 1)
     if thread >= g[w.NUM_THREADS]:
         return
-    scratch, first_phase, num_phases = (
-        g[w.SCRATCH] + g[w.SCRATCH_SIZE] * thread,
-        g[w.PHASES],
-        g[w.NUM_PHASES],
-    )
+    scratch, first_phase = g[w.SCRATCH] + g[w.SCRATCH_SIZE] * thread, g[w.PHASES]
+    num_phases = g[w.NUM_PHASES]
     rows = numba.carray(pointer(g[w.LIST]), (num_phases, w.ROW_SIZE), np.int64)
     phase = look(slot + 8 * w.CURRENT)
     while 0 < phase < first_phase + 256 * num_phases:

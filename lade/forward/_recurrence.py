@@ -20,6 +20,7 @@ from lade.forward._kernels import (
     _row,
     _sigmoid,
     _silu,
+    _softplus,
     _sum_of_squares,
     _taps_of,
     given_to_job,
@@ -29,7 +30,6 @@ from lade.forward._workers import pieces
 
 _F = np.float32
 _EPS = _F(1e-6)  # of the length of queries and keys
-_MOST_SOFTENED = 20.0  # above, a softplus is the number itself, as torch has it
 
 
 @compiled
@@ -70,7 +70,8 @@ def _convolve_heads(g, phase, of, parts, caches, scratch):  # type: ignore[no-un
                 slot = cache[w.NUM_KEYS] - num_new + new
                 inputs = cache[w.KEYS], 2 * all_keys + num_values * of_value, start
                 _convolve_slot(of, weights, inputs, slot, row, sums)
-                _silu(sums)
+                for i in range(num):
+                    sums[i] = _silu(sums[i])
                 if kind < 2 and of[w.IS_DELTA] != 0:
                     length = np.sqrt(_sum_of_squares(sums, _F(0)) + _EPS)
                     scale = _F(1) if kind == 1 else _F(1) / np.sqrt(_F(of_key))
@@ -85,20 +86,15 @@ def _convolve_heads(g, phase, of, parts, caches, scratch):  # type: ignore[no-un
 
 
 @compiled
-def _write_gates(mixed, of, head, gates, row):  # type: ignore[no-untyped-def]
+def _write_gates(mixed, of, head, gates):  # type: ignore[no-untyped-def]
     """Write how much of its state a head keeps with a token, and how much it takes."""
-    is_delta, number = of[w.IS_DELTA] != 0, row[:1]
-    row[0] = _row(of[w.DECAY_BIASES] + 4 * head, 1)[0]
-    row[0] += _row(mixed + 4 * _column(of, 5, head, 1), 1)[0]
-    softened = math.log1p(math.exp(min(row[0], _MOST_SOFTENED)))
-    row[0] = row[0] if row[0] > _MOST_SOFTENED else softened
-    gates[1] = row[0]
+    given = _row(of[w.DECAY_BIASES] + 4 * head, 1)[0]
+    given += _row(mixed + 4 * _column(of, 5, head, 1), 1)[0]
+    gates[1] = _softplus(given)
     decay = _row(of[w.DECAYS] + 4 * head, 1)[0]
     gates[0] = _F(math.exp(-math.exp(decay) * gates[1]))
-    if is_delta:
-        row[0] = _row(mixed + 4 * _column(of, 4, head, 1), 1)[0]
-        _sigmoid(number)
-        gates[1] = row[0]
+    if of[w.IS_DELTA] != 0:
+        gates[1] = _sigmoid(_row(mixed + 4 * _column(of, 4, head, 1), 1)[0])
 
 
 @compiled
@@ -173,7 +169,7 @@ def _run_heads(g, phase, of, parts, caches, scratch):  # type: ignore[no-untyped
             token = parts[part, w.FIRST] + slot - first_new
             if slot >= first_new:
                 mixed = g[w.MIXED] + 4 * of[w.MIXED_SIZE] * token
-                _write_gates(mixed, of, head, gates, change)
+                _write_gates(mixed, of, head, gates)
             _advance(state, key, value, gates, change, is_delta)
             if slot >= first_new:
                 _give(g, of, head, token, state, value, change)

@@ -19,16 +19,16 @@ from lade.forward._experts import select
 from lade.forward._kernels import (
     _F,
     _exponential,
-    _exponential_of_negative,
     _largest,
     _row,
+    _sigmoid,
+    _silu,
+    _softplus,
     _sum,
     _sum_of_squares,
     _tanh,
 )
 from lade.forward._tiles import compiled, job, pointer
-
-_MOST_SOFTENED = _F(20)  # above, a softplus is the number itself, as torch has it
 
 
 @compiled
@@ -67,16 +67,6 @@ def _any_exponential(x):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _sigmoid(x):  # type: ignore[no-untyped-def]
-    return _F(1) / (_F(1) + _exponential_of_negative(x))
-
-
-@compiled
-def _silu(x):  # type: ignore[no-untyped-def]
-    return x / (_F(1) + _exponential_of_negative(x))
-
-
-@compiled
 def _gelu(x):  # type: ignore[no-untyped-def]
     return _F(0.5) * x * (_F(1) + _F(math.erf(x * _F(0.7071067811865476))))
 
@@ -85,11 +75,6 @@ def _gelu(x):  # type: ignore[no-untyped-def]
 def _gelu_by_tanh(x):  # type: ignore[no-untyped-def]
     cubed = _F(0.044715) * x * x * x
     return _F(0.5) * x * (_F(1) + _tanh(_F(0.7978845608028654) * (x + cubed)))
-
-
-@compiled
-def _softplus(x):  # type: ignore[no-untyped-def]
-    return x if x > _MOST_SOFTENED else _F(math.log1p(math.exp(x)))
 
 
 @compiled

@@ -1,6 +1,6 @@
 """Read from a watched layer what its experts compute, by a trace of one after the other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,27 +33,11 @@ def experts_in(layer: nn.Module, calls: Mapping[nn.Module, Any]) -> nn.Module | 
     found = [
         module
         for module in layer.modules()
-        if module in calls and any(each is not None and each.dim() == 3 for each in _own(module))
+        if module in calls
+        and any(each is not None and each.dim() == 3 for each in module._parameters.values())
     ]
     require(len(found) <= 1, "a layer has several modules with stacked weights")
     return found[0] if found else None
-
-
-def read_experts(module: nn.Module, call: Any, routed: Sequence[Tensor]) -> StacksPlan:
-    """Return what a layer's experts compute.
-
-    Args:
-        module: the module with the stacked weights, `gate_up_proj` and `down_proj`.
-        call: its call in the watched forward.
-        routed: states, choices and shares that it gets.
-    """
-    stack = _stack_of(module, routed[0].shape[1])
-    lies, gating = _traced(stack, call, *routed)
-    return StacksPlan(module, lies, stack.inner, gating)
-
-
-def _own(module: nn.Module) -> list[Any]:
-    return [*module._parameters.values()]
 
 
 class _Stack(NamedTuple):
@@ -89,11 +73,17 @@ def _stack_of(module: Any, hidden: int) -> _Stack:
     return _Stack(module, (up, down), (biases[0], biases[1]), inner, lies)
 
 
-def _traced(
-    stack: _Stack, call: Any, states: Tensor, chosen: Tensor, shares: Tensor
-) -> tuple[int, str]:
-    """Trace each chosen expert; return how weights lie, and what becomes of gate and up."""
-    module, found = stack.module, set[tuple[int, str]]()
+def read_experts(
+    module: nn.Module, call: Any, states: Tensor, chosen: Tensor, shares: Tensor
+) -> StacksPlan:
+    """Return what a layer's experts compute, by a trace of each that is chosen.
+
+    Args:
+        module: the module with the stacked weights, `gate_up_proj` and `down_proj`.
+        call: its call in the watched forward.
+        states, chosen, shares: what it gets.
+    """
+    stack, found = _stack_of(module, states.shape[1]), set[tuple[int, str]]()
     reason = f"{type(module).__name__} computes otherwise"
     parts = states.new_zeros((*chosen.shape, states.shape[1]))
     for expert in sorted({*chosen.flatten().tolist()}):
@@ -124,7 +114,8 @@ def _traced(
         parts[chosen == expert] = out[torch.where(chosen == expert)[0]]
     is_sum = is_near((parts * shares[..., None]).sum(dim=1), call.out)
     require(is_sum and len(found) == 1 and not columns.constants, reason)
-    return found.pop()
+    lies, gating = found.pop()
+    return StacksPlan(module, lies, stack.inner, gating)
 
 
 def _lying(columns: Columns, stack: _Stack) -> tuple[int, str]:

@@ -760,7 +760,6 @@ class _Weights:
             row[words.NUM_HEADS : words.READS] = plan.heads
         if plan.convolution is not None:
             row[words.TAPS] = plan.convolution.kernel_size[0]
-            row[words.FIRST_QUERY : words.FIRST_VALUE + 1] = plan.order
             self._add(number, words.CONVOLUTION, plan.convolution, "weight")
             self._add(number, words.CONVOLUTION_BIAS, plan.convolution, "bias")
         if plan.recurrence is not None:
@@ -1009,9 +1008,7 @@ def _job_of(phase: MixingPlan | ExpertsPlan, compiled: Any) -> int:
 
 def _num_rows(phase: Any) -> int:
     """Return how many phases of a job one of a plan is."""
-    if type(phase) is MixingPlan:
-        return 1 if phase.convolution is not None and phase.recurrence is None else 2
-    return 4 if type(phase) is ExpertsPlan else 1
+    return {MixingPlan: 2, ExpertsPlan: 4}.get(type(phase), 1)
 
 
 def _added_by(plan: MixingPlan) -> tuple[Any, ...]:

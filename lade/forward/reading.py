@@ -24,11 +24,8 @@ from lade.forward import words
 from lade.forward.comparing import (
     UnsupportedForwardError,
     convolved,
-    difference,
     is_near,
-    only,
     require,
-    tolerance,
 )
 from lade.forward.experts import StacksPlan, experts_in, read_experts
 from lade.forward.packed import PackedLinear
@@ -202,8 +199,7 @@ class MixingPlan(NamedTuple):
     settings: tuple[float, float, nn.Module | None] = (1.0, 0.0, None)  # scaling, softcap, sinks
     keys_of: int | None = None  # number of the layer whose keys and values it reads
     latents: LatentsPlan | None = None
-    convolution: nn.Conv1d | None = None  # between two gates, or before a recurrence
-    order: tuple[int, int, int] = (0, 0, 0)  # thirds of the columns: gate of results, and of inputs
+    convolution: nn.Conv1d | None = None  # alone, or before a recurrence
     recurrence: RecurrencePlan | None = None
 
     @property
@@ -864,7 +860,7 @@ class _Reader:
         is_same = all(torch.equal(each.tensor.flatten(0, -2), rows) for each in beside)
         require(is_same, "experts, their router and what is shared get different states")
         routed = [each.tensor for each in (states, *chosen, shares)]
-        stacks, gate = read_experts(module, call, routed), next(iter(gates), None)
+        stacks, gate = read_experts(module, call, *routed), next(iter(gates), None)
         experts = ExpertsPlan(stacks, router, gate, choose, num, shares.shape[-1])
         return _Part(given, outs, (*phases, experts))
 
@@ -873,9 +869,7 @@ class _Reader:
         made = dict[Value, tuple[nn.Module, Value]]()
         for value in self._trace.made_by("mm", "addmm"):
             *biases, taken, weight = value.node.ins  # type: ignore[union-attr]
-            while weight.node is not None:
-                weight = weight.node.ins[0]
-            held = [self._held.get(id(each.tensor)) for each in (weight, *biases)]
+            held = [self._held.get(id(_root(each).tensor)) for each in (weight, *biases)]
             of_one = [held[0] and held[0]._replace(name=name) for name in ("weight", "bias")]
             if held[0] and held == of_one[: len(held)]:
                 made[value] = held[0].module, taken
@@ -977,41 +971,34 @@ class _Reader:
         require(is_cached == [True] * len(cached), "its cache has other numbers than it attends to")
 
     def _convolved(self, layer: nn.Module) -> _Part:
-        """Return the short convolution of a layer, between two gates.
-
-        One linear layer gives three numbers for each channel: the product of two is the input of
-        the convolution, and the third multiplies its result.
-        """
+        """Return the short convolution of a layer, or its recurrence behind one."""
         found = [each for each in layer.modules() if type(each) is nn.Conv1d]
         require(len(found) == 1, "it attends to nothing, and is no short convolution")
         (convolution,) = found
         inside = {*self._parents[convolution].modules()}
         called = [each for each in self._calls if each in inside and self._is_product(each)]
-        channels = convolution.out_channels
-        reason = "its convolution is not one between two gates"
+        channels, reason = convolution.out_channels, "its convolution is not one of channels"
         require(convolution.groups == channels and len(called) > 1, reason)
         if len(called) > 2 or self._parents[convolution]._parameters:
             return self._recurrent(convolution, called)
-        into, out = map(self._product, called)
-        rows, result = self._value_made(called[0]).tensor, self._value_given(called[1])
-        self._rows.give(result, 1)
-        taken = result.tensor
-        is_one = rows.shape[-1] == 3 * channels == 3 * out.num == 3 * into.num_inputs
-        require(is_one, reason)
-        parts = rows.chunk(3, dim=-1)
-        # The convolution of a single token without a bias is one more factor.
-        is_factor = convolution.kernel_size == (1,) and convolution.bias is None
-        errors = {}
-        for which in range(1 if is_factor else 3):
-            first, second = (parts[each] for each in range(3) if each != which)
-            made = convolved(convolution, (first * second)[0])
-            errors[which] = difference(parts[which] * made, taken)
-        last = only(errors, tolerance(taken))
-        if last is None:
-            raise UnsupportedForwardError(reason)
-        low, high = (each for each in range(3) if each != last)
-        plan = MixingPlan(into.num, channels, convolution=convolution, order=(last, low, high))
-        return self._mixed(self._value_given(called[0]), [into], plan, result, called[1], {})
+        made = [
+            each
+            for each in self._trace.made_by("convolution")
+            if _root(each.node.ins[1]).tensor is convolution.weight  # type: ignore[union-attr]
+        ]
+        require(len(made) == 1, reason)
+        given: Value = made[0].node.ins[0]  # type: ignore[union-attr]
+        made += [x for x in self._trace.made_by("slice") if x.node.ins[0] is made[0]]  # type: ignore[union-attr]
+        result = next((each for each in made if each.shape == given.shape), made[0])
+        wanted = convolved(convolution, given.tensor[0].T)
+        require(is_near(result.tensor[0].T.contiguous(), wanted), reason)
+        self._rows.give(result, 2)
+        into, values = self._product(called[0]), [self._value_made(called[0])]
+        places = self._side_by_side(words.MIXED, values)
+        before = self._program([(given, Place(words.QUERIES))], places)
+        plan = MixingPlan(into.num, channels, before, convolution=convolution)
+        states = self._value_given(called[0])
+        return self._mixed(states, [into], plan, result, called[1], places)
 
     def _recurrent(self, convolution: nn.Conv1d, called: list[nn.Module]) -> _Part:
         """Return the recurrence of a layer: products, a convolution, a state, a gated norm."""
@@ -1216,6 +1203,13 @@ def given_to(
         return next((each for name, each in tensors.items() if name is value), value)
 
     return [*map(put, plan.args)], {name: put(value) for name, value in plan.kwargs.items()}
+
+
+def _root(value: Value) -> Value:
+    """Return what a value is a view of."""
+    while value.node is not None and value.node.ins:
+        value = value.node.ins[0]
+    return value
 
 
 def _added(value: Value) -> dict[Value, Place]:

@@ -4,7 +4,7 @@ A trace judges nothing. What stands in a module that is one large operation, suc
 be of any kind; only what a program of rows (`programs.py`) is made of must be known.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -71,11 +71,6 @@ class Trace(TorchDispatchMode):
         """Return what a tensor now is; a value of no node for one that no operator made."""
         found = self._values.get(id(tensor))
         return self._keep(Value(tensor)) if found is None else found
-
-    def first(self, fits: Callable[[Tensor], bool], after: Value) -> Value | None:
-        """Return the first value behind another one whose tensor fits."""
-        behind = self._seen[self._seen.index(after) :]
-        return next((each for each in behind if fits(each.tensor)), None)
 
     def made_by(self, *names: str) -> list[Value]:
         """Return what some operators made, by their names."""

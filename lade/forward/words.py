@@ -10,7 +10,8 @@
     STATES,  # [tokens, HIDDEN], at first the embeddings
     NORMED,  # [tokens, HIDDEN]
     MIXED,  # [tokens, MIXED_SIZE of the layer], what its first products give
-    # [tokens, NUM_HEADS, HEAD_SIZE + MORE_SIZE of the layer], or the queries of a recurrence.
+    # [tokens, NUM_HEADS, HEAD_SIZE + MORE_SIZE of the layer], or inputs of a convolution, or the
+    # queries of a recurrence; then what the projection behind these gets, if not ATTENDED.
     QUERIES,
     ATTENDED,  # [tokens, ATTENDED_SIZE of the layer]
     INNER,  # [tokens, of the layer's MLP]
@@ -72,10 +73,8 @@ ROW_SIZE = 176
 (MIXED_SIZE, ATTENDED_SIZE, QUERIES_SIZE, SCALING, SOFTCAP, SINKS) = range(30, 36)
 NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE, RESULT_SIZE, MORE_SIZE = range(36, 41)
 READS, HEADS = range(41, 43)
-# A short convolution: its weights, [HIDDEN, TAPS], and biases; FIRST_QUERY is the third of MIXED
-# that multiplies the results, FIRST_KEY and FIRST_VALUE the two whose product is the input; keys
-# are these inputs, [slots, HIDDEN].
-CONVOLUTION, CONVOLUTION_BIAS, TAPS, FIRST_QUERY, FIRST_KEY, FIRST_VALUE = range(46, 52)
+# A convolution: its weights, [channels, TAPS], and biases; keys are its inputs, [slots, channels].
+CONVOLUTION, CONVOLUTION_BIAS, TAPS = range(43, 46)
 # A program: the address of its function; how many addresses it takes; for each, a word of the job,
 # to whose address bytes are added, and bytes from one token to the next. What is made of single
 # columns: the function; how many inputs and constants; addresses of constants, and bytes from one
