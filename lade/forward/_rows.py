@@ -25,7 +25,6 @@ from lade.forward._kernels import (
     _silu,
     _softplus,
     _sum,
-    _sum_of_squares,
     _tanh,
 )
 from lade.forward._tiles import compiled, job, pointer
@@ -117,7 +116,6 @@ FUNCTIONS = {
     "np": np,
     "math": math,
     "total": _sum,
-    "squares": _sum_of_squares,
     "largest": _largest,
     "square": _square,
     "cube": _cube,

@@ -256,14 +256,12 @@ def at(builder: Any, address: Any, index: Any, width: int, kind: Any) -> Any:
     return builder.inttoptr(start, kind.as_pointer())
 
 
-def _load_wide(builder: Any, format_: int, address: Any, index: Any) -> Any:
-    """Load a vector of a format as float32."""
-    width, stored = _WIDTHS[format_], ir.VectorType(_STORED[format_], LANES)
-    loaded = builder.load(at(builder, address, index, width, stored), align=width)
-    if format_ == FLOAT32:
-        return loaded
-    if format_ == FLOAT16:
+def widened(builder: Any, loaded: Any) -> Any:
+    """Return a vector of float32, float16, or bfloat16 as integers, as float32."""
+    if loaded.type.element == ir.HalfType():
         return builder.fpext(loaded, _FLOATS)
+    if loaded.type.element != _INT16:
+        return loaded
     # A bfloat16 is the upper half of a float32.
     bits = ir.VectorType(_INT32, LANES)
     sixteen = ir.Constant(bits, [16] * LANES)
@@ -387,7 +385,9 @@ def _write_sums(build: Any, format_: int, rows: range, vectors: range, given: An
         line = build.add(values, build.mul(value_step, loop.index))
         for start in range(0, LANES * len(vectors) * _WIDTHS[format_], _LINE):
             fetch(build, build.add(build.add(line, far), _INT64(start)))
-        wide = [_load_wide(build, format_, line, _INT64(LANES * vector)) for vector in vectors]
+        width, stored = _WIDTHS[format_], ir.VectorType(_STORED[format_], LANES)
+        places = [at(build, line, _INT64(LANES * each), width, stored) for each in vectors]
+        wide = [widened(build, build.load(each, align=width)) for each in places]
         for of_row, total, sums_of_row in zip(of_rows, added, sums, strict=True):
             weight = build.load(at(build, of_row, loop.index, 4, _FLOAT), align=4)
             build.store(build.fadd(build.load(total), weight), total)

@@ -744,7 +744,7 @@ class _Reader:
     def _attending(self, attended: Attended) -> _Part:
         """Return the attention of a layer."""
         (_, num, _, size), (_, num_keys, _, of_value) = attended.query.shape, attended.value.shape
-        query, key, value, result = attended.values
+        query, key, value, result = attended[1:5]
         self._rows.give(result, 1)
         keys_of = self._keys.setdefault(key, self._number)
         is_shared = keys_of < self._number
@@ -764,7 +764,7 @@ class _Reader:
         products = tuple(self._product(self._products[each]) for each in mixing)
         places = self._side_by_side(words.MIXED, mixing)
         if not is_shared:
-            self._require_cached(attended.module, attended.key, attended.value)
+            self._require_cached(attended.module, key.tensor, value.tensor)
         plan = MixingPlan(
             *(sum(each.num for each in products), num * of_value),
             self._program([*self._side_by_side(words.QUERIES, wanted).items()], places),
@@ -880,25 +880,28 @@ class _Reader:
         return found[0], *made[found[0]]
 
     def _latent(self, attended: Attended) -> _Part | None:
-        """Return attention to latents; None for another attention."""
-        query, key, value = (
-            each[0].transpose(0, 1) for each in (attended.query, attended.key, attended.value)
-        )
-        made = {
-            each: self._value_made(each)
-            for each in attended.module.children()
-            if self._is_product(each) and len(self._calls.get(each, ())) == 1
-        }
-        rows = {each: made[each].tensor.reshape(len(value), -1) for each in made}
-        expand, straight = _expanding(rows, key, value)
-        if expand is None:
+        """Return attention to latents; None for another attention.
+
+        One product makes values and the first numbers of keys, head by head.
+        """
+        query, key, value, result = attended[1:5]
+        (_, num_heads, _, size), num_value = key.shape, value.shape[-1]
+        made, of_values = self._rows.narrowed(value, np.arange(num_heads * num_value))
+        straight, heads = int(of_values[0]), np.arange(num_heads)[:, None]
+        if not 0 < straight < size or made not in self._products:
             return None
-        latent, size = self._value_given(expand), key.shape[2]
-        turned, rank, num_heads = size - straight, latent.shape[-1], query.shape[1]
-        of_query, of_key, _, result = attended.values
+        whole = heads * (straight + num_value) + np.arange(straight + num_value)
+        places_of_keys = (heads * size + np.arange(straight)).reshape(-1)
+        with_keys, of_keys = self._rows.narrowed(key, places_of_keys)
+        is_one = with_keys is made and np.array_equal(whole[:, straight:].reshape(-1), of_values)
+        if not is_one or not np.array_equal(whole[:, :straight].reshape(-1), of_keys):
+            return None
+        expand: Any = self._products[made]
+        latent = self._value_given(expand)
+        turned, rank = size - straight, latent.shape[-1]
         self._rows.give(result, 1)
-        _, found = slice_of(self._rows, [latent, of_query, of_key], self._is_given)
-        mixing = {each for each in found if each in self._products} - {made[expand]}
+        _, found = slice_of(self._rows, [latent, query, key], self._is_given)
+        mixing = {each for each in found if each in self._products} - {made}
         (out, beside), reason = self._behind(result), "its latents and queries are not known"
         require(len(mixing) == 2 and not beside, reason)
         is_of_latent = slice_of(self._rows, [latent], self._is_given)[1]
@@ -923,13 +926,13 @@ class _Reader:
         places = self._side_by_side(words.MIXED, (first, into))
         program = self._program(results, places)
         # The end of a key, and of each query, are turned alike; the rest is what products give.
-        writer = Writer(self._rows, [of_key, of_query], self._is_given)
+        writer = Writer(self._rows, [key, query], self._is_given)
         end = np.arange(straight, size)
-        shared, of_shared = self._rows.narrowed(of_key, end)
+        shared, of_shared = self._rows.narrowed(key, end)
         require(np.array_equal(of_shared, np.arange(turned)), reason)
         for head in {0, num_heads - 1}:
-            mine = writer.elements(of_query, end + size * head)
-            theirs = writer.elements(of_key, end + size * head)
+            mine = writer.elements(query, end + size * head)
+            theirs = writer.elements(key, end + size * head)
             pairs = zip(mine, theirs, strict=True)
             is_alike = all(
                 each.text == other.text
@@ -938,17 +941,17 @@ class _Reader:
                 for each, other in pairs
             )
             require(is_alike, "queries and keys are turned in different ways")
-            kept = writer.elements(of_query, np.arange(straight) + size * head)
+            kept = writer.elements(query, np.arange(straight) + size * head)
             is_kept = all(
                 each == ("[0]", {asking: size * head + place}) for place, each in enumerate(kept)
             )
             require(is_kept, reason)
         turn = self._program([(shared, Place(words.QUERIES, rank, row))], places)
         of_row = [place.word for place, _ in turn.places].index(words.MIXED)
-        self._require_cached(attended.module, latent.tensor, attended.key[0, 0, :, straight:])
+        self._require_cached(attended.module, latent.tensor, key.tensor[0, 0, :, straight:])
         apart = {expand, *(() if second is None else (self._products[asking],))}
         require({*map(type, apart)} <= {*_LINEARS}, "its latents have adapters")
-        expanded, num_value = self._product(expand), value.shape[2]
+        expanded = self._product(expand)
         plan = MixingPlan(
             *(sum(each.num for each in products), num_heads * num_value, program),
             HeadsPlan(num_heads, 1, rank, rank, turned),
@@ -1163,30 +1166,10 @@ def _settings_of(
 
 def _is_ignored(attended: Attended, name: str) -> bool:
     """Return whether transformers' `sdpa`, as it is installed, ignores a setting."""
-    large = (attended.module, 100 * attended.query, attended.key, attended.value, None)
+    query, *others = (each.tensor for each in attended[1:4])
+    large = (attended.module, 100 * query, *others, None)
     setting = {name: attended.kwargs[name]}
     return torch.equal(SDPA(*large, **setting)[0], SDPA(*large)[0])
-
-
-def _expanding(
-    rows: Mapping[nn.Module, Tensor], key: Tensor, value: Tensor
-) -> tuple[nn.Module | None, int]:
-    """Return the product that makes values and the first numbers of keys, head by head.
-
-    Args:
-        rows: results of products, [num_tokens, …].
-        key, value: [num_tokens, num_heads, …].
-
-    Returns:
-        The product, or None; and how many numbers of a head's key it makes.
-    """
-    for module, made in rows.items():
-        straight = made.shape[1] // value.shape[1] - value.shape[2]
-        if 0 < straight < key.shape[2]:
-            parts = torch.cat((key[..., :straight], value), dim=2)
-            if torch.equal(parts.flatten(1), made):
-                return module, straight
-    return None, 0
 
 
 def is_alike(positions: Tensor) -> bool:

@@ -74,13 +74,12 @@ class Attended(NamedTuple):
     """Inputs and output of an attention."""
 
     module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
+    query: Value
+    key: Value
+    value: Value
+    out: Value
     mask: Any
     kwargs: dict[str, Any]
-    values: tuple[Value, ...]  # query, key, value and output
 
 
 class Watched(NamedTuple):
@@ -104,8 +103,8 @@ def _attend(
     kept = {name: each for name, each in kwargs.items() if name in ("scaling", "is_causal")}
     out, _ = SDPA(module, query, key, value, attention_mask, **kept)
     noted = vars(module).setdefault(_WATCHED, [])
-    values = tuple(map(_trace.get().value, (query, key, value, out)))
-    noted.append(Attended(module, query, key, value, out, attention_mask, kwargs, values))
+    values = map(_trace.get().value, (query, key, value, out))
+    noted.append(Attended(module, *values, attention_mask, kwargs))
     return out, None
 
 
