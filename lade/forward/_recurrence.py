@@ -18,26 +18,17 @@ from lade.forward._kernels import (
     _copy,
     _fill,
     _row,
-    _sigmoid,
     _silu,
-    _softplus,
     _sum_of_squares,
     _taps_of,
     given_to_job,
+    run_rows,
 )
 from lade.forward._tiles import compiled, inlined, job, pointer
 from lade.forward._workers import pieces
 
 _F = np.float32
 _EPS = _F(1e-6)  # of the length of queries and keys
-
-
-@compiled
-def _column(of, kind, head, size):  # type: ignore[no-untyped-def]
-    """Return where a head's numbers of a kind begin among the columns of MIXED."""
-    sharing = of[w.VALUE_HEADS] // of[w.KEY_HEADS] if kind > 1 else 1
-    group, within = divmod(head, sharing)
-    return of[w.FIRST_COLUMNS + kind] + of[w.COLUMN_STEPS + kind] * group + size * within
 
 
 @compiled
@@ -65,8 +56,7 @@ def _convolve_heads(g, phase, of, parts, caches, scratch):  # type: ignore[no-un
             num_new, cache = parts[part, w.NUM_NEW], caches[part]
             for new in range(num_new):
                 token = parts[part, w.FIRST] + new
-                column = of[w.MIXED_SIZE] * token + _column(of, kind, number, num)
-                row = _row(g[w.MIXED] + 4 * column, num)
+                row = _row(g[w.INNER] + 4 * (of[w.GIVEN_SIZE] * token + start), num)
                 slot = cache[w.NUM_KEYS] - num_new + new
                 inputs = cache[w.KEYS], 2 * all_keys + num_values * of_value, start
                 _convolve_slot(of, weights, inputs, slot, row, sums)
@@ -83,18 +73,6 @@ def _convolve_heads(g, phase, of, parts, caches, scratch):  # type: ignore[no-un
                     first = _kept_size(of) * slot + (all_keys if kind == 2 else 0)
                     target = cache[w.VALUES] + 4 * (first + number * num)
                 _copy(sums, _row(target, num))
-
-
-@compiled
-def _write_gates(mixed, of, head, gates):  # type: ignore[no-untyped-def]
-    """Write how much of its state a head keeps with a token, and how much it takes."""
-    given = _row(of[w.DECAY_BIASES] + 4 * head, 1)[0]
-    given += _row(mixed + 4 * _column(of, 5, head, 1), 1)[0]
-    gates[1] = _softplus(given)
-    decay = _row(of[w.DECAYS] + 4 * head, 1)[0]
-    gates[0] = _F(math.exp(-math.exp(decay) * gates[1]))
-    if of[w.IS_DELTA] != 0:
-        gates[1] = _sigmoid(_row(mixed + 4 * _column(of, 4, head, 1), 1)[0])
 
 
 @compiled
@@ -168,8 +146,9 @@ def _run_heads(g, phase, of, parts, caches, scratch):  # type: ignore[no-untyped
             gates = _row(kept + 4 * (all_keys + num_heads * num + 2 * head), 2)
             token = parts[part, w.FIRST] + slot - first_new
             if slot >= first_new:
-                mixed = g[w.MIXED] + 4 * of[w.MIXED_SIZE] * token
-                _write_gates(mixed, of, head, gates)
+                given = _row(g[w.INNER] + 4 * of[w.GIVEN_SIZE] * token, of[w.GIVEN_SIZE])
+                gates[0] = _F(math.exp(given[head - 2 * num_heads]))
+                gates[1] = given[head - num_heads]
             _advance(state, key, value, gates, change, is_delta)
             if slot >= first_new:
                 _give(g, of, head, token, state, value, change)
@@ -182,6 +161,9 @@ def run_recurrence(address: Any) -> None:
     """Run the pieces of a phase that other threads have not taken; see `given_to_job`."""
     g, phase, step, of, parts, caches, scratch = given_to_job(address)
     if step == 0:
+        for token, _ in pieces(g, phase, g[w.NUM_TOKENS], 1):
+            run_rows(g, of[w.HEADS], token, token, scratch)
+    elif step == 1:
         _convolve_heads(g, phase, of, parts, caches, scratch)
     else:
         _run_heads(g, phase, of, parts, caches, scratch)

@@ -751,7 +751,7 @@ class _Weights:
 
     def _add_mixing(self, number: int, plan: MixingPlan) -> None:
         row, (scaling, softcap, sinks) = self._rows[number], plan.settings
-        row[words.MIXED_SIZE : words.SCALING] = plan.mixed, plan.attended, plan.row_of_queries
+        row[words.ATTENDED_SIZE], row[words.QUERIES_SIZE] = plan.attended, plan.row_of_queries
         row[words.SCALING], row[words.SOFTCAP] = _bits(scaling), _bits(softcap)
         row[words.READS], row[words.HEADS] = plan.keys_of is not None, self._add_rows(plan.rows)
         if sinks is not None:
@@ -866,12 +866,11 @@ class _Weights:
 
     def _add_recurrence(self, number: int, plan: RecurrencePlan) -> None:
         row = self._rows[number]
-        row[words.KEY_HEADS : words.FIRST_COLUMNS] = plan.heads
-        row[words.FIRST_COLUMNS : words.CHANNELS] = *plan.columns, *plan.steps
+        row[words.KEY_HEADS : words.CHANNELS] = plan.heads
         row[words.CHANNELS : words.IS_DELTA] = plan.channels
-        row[words.IS_DELTA] = plan.is_delta
-        for word, name in enumerate(plan.names, words.DECAY_BIASES):
-            self._add(number, word, plan.module, name)
+        row[words.IS_DELTA], row[words.GIVEN_SIZE] = plan.is_delta, plan.row
+        if plan.skips is not None:
+            self._add(number, words.SKIPS, *plan.skips)
 
     def _add_latents(self, number: int, plan: LatentsPlan) -> None:
         row, products = self._rows[number], {words.EXPAND: plan.expand}
@@ -1008,7 +1007,9 @@ def _job_of(phase: MixingPlan | ExpertsPlan, compiled: Any) -> int:
 
 def _num_rows(phase: Any) -> int:
     """Return how many phases of a job one of a plan is."""
-    return {MixingPlan: 2, ExpertsPlan: 4}.get(type(phase), 1)
+    if type(phase) is MixingPlan:
+        return 2 if phase.recurrence is None else 3
+    return 4 if type(phase) is ExpertsPlan else 1
 
 
 def _added_by(plan: MixingPlan) -> tuple[Any, ...]:

@@ -192,7 +192,6 @@ class LatentsPlan(NamedTuple):
 class MixingPlan(NamedTuple):
     """Phases of a job that mix tokens: attention, or a layer's convolution or recurrence."""
 
-    mixed: int  # columns of the products before it
     attended: int  # numbers of a token behind it
     rows: RowsPlan | None = None  # before it
     heads: HeadsPlan | None = None  # of attention
@@ -205,9 +204,10 @@ class MixingPlan(NamedTuple):
     @property
     def row_of_queries(self) -> int:
         """Numbers of a token's queries, then of its new keys and values."""
-        of = self.heads
+        of, of_state = self.heads, self.recurrence
         if of is None:
-            return self.mixed
+            num, _, size, _ = (1, 1, self.attended, 1) if of_state is None else of_state.heads
+            return num * size
         own = 0 if self.keys_of is not None or self.latents is not None else of.num_keys
         return of.num * (of.size + of.more) + own * (of.size + of.size_of_value)
 
@@ -408,7 +408,6 @@ class _Reader:
             for name, each in held.items()
             if each is not None
         }
-        self._last_recurrence: RecurrencePlan | None = None  # most layers have equal plans
         self._number = 0  # of the layer that is being read
         self._keys: dict[Value, int] = {}  # the layer that made keys
         # What layers get besides states, and where it lies.
@@ -766,7 +765,7 @@ class _Reader:
         if not is_shared:
             self._require_cached(attended.module, key.tensor, value.tensor)
         plan = MixingPlan(
-            *(sum(each.num for each in products), num * of_value),
+            num * of_value,
             self._program([*self._side_by_side(words.QUERIES, wanted).items()], places),
             HeadsPlan(num, num_keys, size, of_value),
             *(_settings_of(attended, self._implementation), keys_of if is_shared else None),
@@ -953,7 +952,7 @@ class _Reader:
         require({*map(type, apart)} <= {*_LINEARS}, "its latents have adapters")
         expanded = self._product(expand)
         plan = MixingPlan(
-            *(sum(each.num for each in products), num_heads * num_value, program),
+            *(num_heads * num_value, program),
             HeadsPlan(num_heads, 1, rank, rank, turned),
             settings=_settings_of(attended, self._implementation),
             latents=LatentsPlan(second, expanded, straight, turned, num_value, turn, of_row),
@@ -982,8 +981,6 @@ class _Reader:
         called = [each for each in self._calls if each in inside and self._is_product(each)]
         channels, reason = convolution.out_channels, "its convolution is not one of channels"
         require(convolution.groups == channels and len(called) > 1, reason)
-        if len(called) > 2 or self._parents[convolution]._parameters:
-            return self._recurrent(convolution, called)
         made = [
             each
             for each in self._trace.made_by("convolution")
@@ -991,6 +988,8 @@ class _Reader:
         ]
         require(len(made) == 1, reason)
         given: Value = made[0].node.ins[0]  # type: ignore[union-attr]
+        if len(called) > 2 or self._parents[convolution]._parameters:
+            return self._recurrent(convolution, given, called)
         made += [x for x in self._trace.made_by("slice") if x.node.ins[0] is made[0]]  # type: ignore[union-attr]
         result = next((each for each in made if each.shape == given.shape), made[0])
         wanted = convolved(convolution, given.tensor[0].T)
@@ -999,19 +998,19 @@ class _Reader:
         into, values = self._product(called[0]), [self._value_made(called[0])]
         places = self._side_by_side(words.MIXED, values)
         before = self._program([(given, Place(words.QUERIES))], places)
-        plan = MixingPlan(into.num, channels, before, convolution=convolution)
+        plan = MixingPlan(channels, before, convolution=convolution)
         states = self._value_given(called[0])
         return self._mixed(states, [into], plan, result, called[1], places)
 
-    def _recurrent(self, convolution: nn.Conv1d, called: list[nn.Module]) -> _Part:
+    def _recurrent(
+        self, convolution: nn.Conv1d, given: Value, called: Sequence[nn.Module]
+    ) -> _Part:
         """Return the recurrence of a layer: products, a convolution, a state, a gated norm."""
         module: Any = self._parents[convolution]
-        givens = {self._value_given(each) for each in called[:-1]}
-        require(
-            len(givens) == 1 and len(called) <= 5, "its recurrence has products of different states"
-        )
         *values, _ = map(self._value_made, called)
-        products = [*map(self._product, called[:-1])]
+        products, mine = [*map(self._product, called[:-1])], {*values}
+        givens = {self._value_given(each) for each in called[:-1]}
+        require(len(givens) == 1 and len(products) < 5, "its products are of different states")
         norms = [
             each
             for each in module.children()
@@ -1020,14 +1019,30 @@ class _Reader:
             and not isinstance(each, (*PRODUCTS, nn.Conv1d))
         ]
         require(len(norms) == 1, "its recurrence has no norm")
-        result, rows = self._value_given(norms[0]), [each.tensor[0] for each in values]
+        result = self._value_given(norms[0])
         self._rows.give_in_order(result)
-        of_layer = convolution, torch.cat(rows, dim=-1), result.tensor, self._last_recurrence
-        found = self._last_recurrence = read_recurrence(module, *of_layer)
-        size = result.tensor.numel() // len(rows[0])
-        mixed = sum(each.num for each in products)
-        plan = MixingPlan(mixed, size, convolution=convolution, recurrence=found)
+
+        def of_layer(value: Value) -> bool:
+            """Return whether a value is made of what the layer's products give."""
+            with suppress(UnsupportedForwardError):
+                return {*slice_of(self._rows, [value], self._is_given)[1]} <= mine
+            return False
+
+        decays = [x for x in self._trace.made_by("mul") if _is_decay(x) and of_layer(x)]
+        require(len(decays) == 1, "its recurrence has no decay")
+        shape, with_decays = decays[0].shape, decays[0].node.ins[1]  # type: ignore[union-attr]
+        sigmoids = [x for x in self._trace.made_by("sigmoid") if x.shape == shape and of_layer(x)]
+        pairs = self._side_by_side(words.INNER, [given, decays[0], (*sigmoids, with_decays)[0]])
         places = self._side_by_side(words.MIXED, values)
+        before = self._program([*pairs.items()], places)
+        used = {each.name for each in before.constants}
+        names = [
+            x for x in module._parameters if x not in used and module._parameters[x] is not None
+        ]
+        numbers = [x.tensor[0].T if x is given else x.tensor[0] for x in pairs]
+        found = read_recurrence(module, convolution, numbers, result.tensor, names)
+        size = result.tensor.numel() // len(numbers[1])
+        plan = MixingPlan(size, before, convolution=convolution, recurrence=found)
         return self._mixed(givens.pop(), products, plan, result, called[-1], places)
 
     # --- modules ----------------------------------------------------------------------------------
@@ -1186,6 +1201,13 @@ def given_to(
         return next((each for name, each in tensors.items() if name is value), value)
 
     return [*map(put, plan.args)], {name: put(value) for name, value in plan.kwargs.items()}
+
+
+def _is_decay(value: Value) -> bool:
+    """Return whether a value is minus powers of e, one for each head, times numbers of tokens."""
+    ins = value.node.ins if value.node is not None else []
+    is_pair = len(ins) == 2 and ins[0].node is not None and ins[0].node.name == "neg"
+    return is_pair and ins[0].shape == value.shape[-1:] and ins[1].shape == value.shape
 
 
 def _root(value: Value) -> Value:

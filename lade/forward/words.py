@@ -99,14 +99,12 @@ NUM_CHOSEN, CHOOSE, EXPERT_INNER, GATE_UP_BIAS, LIES, GATING = range(45, 51)
 ATTEND, OF_EXPAND = 21, 22
 # The row of the program that turns a key, and the number among its places of what is turned.
 TURN, TURNED_PLACE = 23, 24
-# A recurrence: heads of keys, and of values, and their sizes; for queries, keys, values, gates of
-# results, writing strengths and decays, the first column in MIXED, and how many columns are from
-# those of one key head to those of the next; for the first three, the first channel of the
-# convolution; whether it is a gated delta net, else a Mamba 2;
-# addresses of the biases of decays, of what decays are multiplied by, as logarithms, and of factors
-# by which values join the results.
-(KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, FIRST_COLUMNS, COLUMN_STEPS) = (*range(5), 10)
-CHANNELS, IS_DELTA, DECAY_BIASES, DECAYS, SKIPS = 16, *range(19, 23)
+# A recurrence: heads of keys, and of values, and their sizes; the first channel of queries, keys and
+# values in the convolution; whether it is a gated delta net, else a Mamba 2; the address of factors
+# by which values join the results; numbers of a token in INNER: inputs of the convolution, decays of
+# heads as logarithms, and what they take.
+KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, CHANNELS = range(5)
+IS_DELTA, SKIPS, GIVEN_SIZE = range(7, 10)
 
 # The pool of workers, in lines of 8 words: how many jobs have begun; whether it is closed, how many
 # workers there are, and a zero; where idle workers sleep; how many still run; slots; a line of each
