@@ -884,6 +884,7 @@ class _Weights:
         row[words.STRAIGHT : words.ATTEND] = plan[2:5]
         row[words.ATTEND] = self._compiled.run_attention().address
         row[words.TURN], row[words.TURNED_PLACE] = self._add_rows(plan.turn), plan.of_row
+        row[words.MIXED_SIZE] = plan.mixed
 
     def _add_matrix(self, number: int, word: int, module: Any, column: int = 0) -> None:
         """Describe a linear layer, from one of its columns on."""

@@ -182,6 +182,7 @@ class LatentsPlan(NamedTuple):
     value: int  # numbers of a value
     turn: RowsPlan  # of a key, and of the end of each query
     of_row: int  # number of the place of what is turned
+    mixed: int  # columns of the layer's first products
 
     def num_scratch(self) -> int:
         """Return how many numbers a thread needs for a token."""
@@ -955,7 +956,10 @@ class _Reader:
             *(num_heads * num_value, program),
             HeadsPlan(num_heads, 1, rank, rank, turned),
             settings=_settings_of(attended, self._implementation),
-            latents=LatentsPlan(second, expanded, straight, turned, num_value, turn, of_row),
+            latents=LatentsPlan(
+                *(second, expanded, straight, turned, num_value, turn, of_row),
+                sum(each.num for each in products),
+            ),
         )
         return self._mixed(given, products, plan, result, out, places)
 
@@ -1036,9 +1040,8 @@ class _Reader:
         places = self._side_by_side(words.MIXED, values)
         before = self._program([*pairs.items()], places)
         used = {each.name for each in before.constants}
-        names = [
-            x for x in module._parameters if x not in used and module._parameters[x] is not None
-        ]
+        own = [name for name, each in module._parameters.items() if each is not None]
+        names = [name for name in own if name not in used]
         numbers = [x.tensor[0].T if x is given else x.tensor[0] for x in pairs]
         found = read_recurrence(module, convolution, numbers, result.tensor, names)
         size = result.tensor.numel() // len(numbers[1])

@@ -9,7 +9,7 @@
     NUM_THREADS,
     STATES,  # [tokens, HIDDEN], at first the embeddings
     NORMED,  # [tokens, HIDDEN]
-    MIXED,  # [tokens, MIXED_SIZE of the layer], what its first products give
+    MIXED,  # [tokens, columns], what the first products of a layer give
     # [tokens, NUM_HEADS, HEAD_SIZE + MORE_SIZE of the layer], or inputs of a convolution, or the
     # queries of a recurrence; then what the projection behind these gets, if not ATTENDED.
     QUERIES,
@@ -65,11 +65,11 @@ PRODUCT_SIZE = 9
 (GIVEN, NUM_GIVEN, TARGET, NUM_MADE, COLUMNS, TOKENS) = range(36, 42)
 (BESIDE, BESIDE_FIRST, BESIDE_STEP, AT_END, BEFORE, RUN, STEP, OF, SEES, CACHE) = range(42, 52)
 ROW_SIZE = 176
-# What mixes tokens: columns before it, numbers of a token behind it, and in a row of QUERIES: then
-# new keys and values follow. Attention: bits of float32 SCALING and SOFTCAP; heads of queries and
-# of keys; numbers of a key's head, and of a value's. If MORE_SIZE is not 0, the cache has so many
-# further numbers of keys in place of values, and keys are the values, too. READS: whether keys are
-# those of another layer. HEADS: the row of its program.
+# What mixes tokens: numbers of a token behind it, and in a row of QUERIES, new keys and values, too.
+# Attention: bits of float32 SCALING and SOFTCAP; heads of queries and of keys; numbers of a
+# key's head, and of a value's. If MORE_SIZE is not 0, the cache has so many further numbers of keys
+# in place of values, and keys are the values, too; then MIXED_SIZE are the columns before it.
+# READS: whether keys are those of another layer. HEADS: the row of its program.
 (MIXED_SIZE, ATTENDED_SIZE, QUERIES_SIZE, SCALING, SOFTCAP, SINKS) = range(30, 36)
 NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE, RESULT_SIZE, MORE_SIZE = range(36, 41)
 READS, HEADS = range(41, 43)
@@ -99,10 +99,10 @@ NUM_CHOSEN, CHOOSE, EXPERT_INNER, GATE_UP_BIAS, LIES, GATING = range(45, 51)
 ATTEND, OF_EXPAND = 21, 22
 # The row of the program that turns a key, and the number among its places of what is turned.
 TURN, TURNED_PLACE = 23, 24
-# A recurrence: heads of keys, and of values, and their sizes; the first channel of queries, keys and
-# values in the convolution; whether it is a gated delta net, else a Mamba 2; the address of factors
-# by which values join the results; numbers of a token in INNER: inputs of the convolution, decays of
-# heads as logarithms, and what they take.
+# A recurrence: heads of keys, and of values, and their sizes; the first channel of queries, keys
+# and values in the convolution; whether it is a gated delta net, else a Mamba 2; the address of
+# factors by which values join the results; numbers of a token in INNER: inputs of the convolution,
+# decays of heads as logarithms, and what they take.
 KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, CHANNELS = range(5)
 IS_DELTA, SKIPS, GIVEN_SIZE = range(7, 10)
 
