@@ -65,7 +65,7 @@ PRODUCT_SIZE = 9
 (GIVEN, NUM_GIVEN, TARGET, NUM_MADE, COLUMNS, TOKENS) = range(36, 42)
 (BESIDE, BESIDE_FIRST, BESIDE_STEP, AT_END, BEFORE, RUN, STEP, OF, SEES, CACHE) = range(42, 52)
 ROW_SIZE = 176
-# What mixes tokens: numbers of a token behind it, and in a row of QUERIES, new keys and values, too.
+# What mixes tokens: numbers of a token behind it, and in a row of QUERIES with new keys and values.
 # Attention: bits of float32 SCALING and SOFTCAP; heads of queries and of keys; numbers of a
 # key's head, and of a value's. If MORE_SIZE is not 0, the cache has so many further numbers of keys
 # in place of values, and keys are the values, too; then MIXED_SIZE are the columns before it.

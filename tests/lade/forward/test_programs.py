@@ -21,6 +21,22 @@ from tests.lade.forward.families import READABLE, model_of
 F = np.float32
 
 
+def _choose(row: Any, out: Any, _: Any, in_order: bool) -> None:
+    out[:] = torch.from_numpy(row.copy()).topk(len(out), sorted=in_order)[1].numpy()
+
+
+def _choose_first(row: Any, out: Any) -> None:
+    out[0] = np.argmax(row)
+
+
+def _take(row: Any, places: Any, out: Any) -> None:
+    out[:] = row[places.astype(int)]
+
+
+def _put(row: Any, places: Any, out: Any, number: float) -> None:
+    out[:], out[places.astype(int)] = row, number
+
+
 def _by_tanh(x: Any) -> Any:
     return F(0.5) * x * (1 + np.tanh(F(0.7978845608028654) * (x + F(0.044715) * x * x * x)))
 
@@ -31,7 +47,6 @@ PLAIN: dict[str, Any] = {
     "np": np,
     "math": math,
     "total": np.sum,
-    "squares": lambda row, mean: np.sum((row - mean) ** 2),
     "largest": np.max,
     "square": lambda x: x * x,
     "cube": lambda x: x * x * x,
@@ -46,6 +61,10 @@ PLAIN: dict[str, Any] = {
     "at_most": lambda x, high: high if x > high else x,
     "larger": max,
     "smaller": min,
+    "choose": _choose,
+    "choose_first": _choose_first,
+    "take": _take,
+    "put": _put,
 }
 
 
@@ -68,7 +87,8 @@ def results(rows: Rows, source: Source, outputs: list[Value]) -> list[tuple[Tens
         made = [np.full(each.shape, np.nan, F) for each in wanted]
         scratch = np.full(source.num_scratch, np.nan, F)
         space["program"](scratch, *inputs, *constants, *made)
-        found += [(torch.tensor(x), torch.tensor(y)) for x, y in zip(made, wanted, strict=True)]
+        pairs = zip(made, wanted, strict=True)
+        found += [(torch.tensor(x), torch.tensor(y).float()) for x, y in pairs]
     return found
 
 
@@ -85,7 +105,10 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Writer, Source]]:
     return found
 
 
-@pytest.mark.parametrize("family", thinned(READABLE, "llama", "cohere2", "qwen3", "deepseek_v2"))
+@pytest.mark.parametrize(
+    "family",
+    thinned(READABLE, "llama", "cohere2", "qwen3", "deepseek_v2", "phimoe", "bamba", "qwen3_next"),
+)
 @torch.no_grad()
 def test_programs_give_what_torch_gave(family: str, written: list[tuple[Writer, Source]]) -> None:
     model = model_of(family)
@@ -121,6 +144,16 @@ def _in_place(states: Tensor) -> Tensor:
     return made.mul_(2)
 
 
+def _chosen(states: Tensor) -> Tensor:
+    """Of two groups, that with the largest sum stays; then two numbers of each are chosen."""
+    groups = states.view(1, -1, 2, 3)
+    best = groups.sum(-1).topk(1, dim=-1)[1]
+    left = torch.zeros_like(groups[..., 0]).scatter_(-1, best, 1)
+    kept = groups.masked_fill(left[..., None] == 0, -9)
+    chosen = kept.topk(2, dim=-1, sorted=False)[1]
+    return torch.cat((groups.gather(-1, chosen), kept.max(dim=-1, keepdim=True)[0]), -1).flatten(2)
+
+
 def _complex(states: Tensor) -> Tensor:
     pairs = torch.view_as_complex(states.view(1, -1, 3, 2))
     return torch.view_as_real(pairs * pairs).flatten(2)
@@ -137,6 +170,7 @@ def _complex(states: Tensor) -> Tensor:
         lambda x: x.clamp(-0.5, 0.5).where(x > 0, x.abs().sqrt()),
         _in_place,
         _complex,
+        _chosen,
     ],
 )
 def test_what_becomes_of_a_token_alone_is_a_program(function: Any) -> None:
@@ -151,9 +185,11 @@ def test_what_becomes_of_a_token_alone_is_a_program(function: Any) -> None:
         (lambda x: x.mean(1, keepdim=True).expand(x.shape), "torch's mean mixes tokens"),
         (lambda x: x * x.roll(1, 1), "numbers of several tokens are mixed"),
         (lambda x: x + x.flip(1), "numbers of several tokens are mixed"),
-        (lambda x: x * torch.arange(3.0)[:, None], "torch's arange makes numbers"),
+        (lambda x: x * torch.arange(3.0)[:, None], "arange makes numbers that are no parameters"),
         (lambda x: x.bfloat16().float(), "it computes in torch.bfloat16"),
         (lambda x: x @ x.mT @ x, "torch's bmm is no operation on rows"),
+        (lambda x: x.topk(2, dim=-1, largest=False)[0], "torch's topk is called otherwise"),
+        (lambda x: x.topk(3, dim=1)[0], "torch's topk is along another axis"),
     ],
 )
 def test_what_mixes_tokens_or_hides_something_is_refused(function: Any, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import lade
 from lade.forward import words
 from lade.forward.comparing import UnsupportedForwardError
 from lade.forward.job import forwards_for
-from lade.forward.reading import DecoderPlan, read
+from lade.forward.reading import DecoderPlan, MixingPlan, RowsStep, products_of, read
 from tests.grids import thinned
 from tests.lade.forward.families import QUICK, READABLE, model_of
 from tests.lade.tiny import IS_NEWEST
@@ -28,6 +29,11 @@ def modules_in(value: Any) -> Iterator[nn.Module]:
         yield from modules_in(each)
 
 
+def mixing_of(plan: DecoderPlan) -> list[MixingPlan]:
+    """Return what mixes tokens in each layer."""
+    return [layer.mixing for layer in plan.layers]
+
+
 @pytest.mark.parametrize("family", thinned(READABLE, *QUICK))
 def test_families_are_read(family: str) -> None:
     model = model_of(family)
@@ -38,7 +44,8 @@ def test_families_are_read(family: str) -> None:
         getattr(text, "cross_attention_layers", ())
     )
     assert len(plan.kinds) == len(plan.layers)
-    assert {layer.heads.num for layer in plan.layers if layer.heads} == {text.num_attention_heads}
+    heads = {each.heads.num for each in mixing_of(plan) if each.heads}
+    assert heads == {text.num_attention_heads}
     # None is of the view that was watched.
     assert {*modules_in(plan)} <= {*model.modules()}
 
@@ -46,25 +53,34 @@ def test_families_are_read(family: str) -> None:
 def test_llama_is_read_as_it_is() -> None:
     model = model_of("llama", num_key_value_heads=2)
     plan = read(model)
-    (embedding,), rows, replaced = plan.embedding
-    assert embedding == (model.model.embed_tokens, (words.TOKENS_GIVEN,), {})
-    assert (rows, plan.transform, plan.head) == (None, None, model.lm_head)
-    assert (replaced, plan.inputs, plan.finish) == ((), None, None)
-    assert {layer.heads for layer in plan.layers} == {(4, 2, 16, 16, 0)}
+    ((embedding, _),) = [pair for pair in plan.ahead[0].before.places if pair[0].made]
+    assert embedding.made == (model.model.embed_tokens, (words.TOKENS_GIVEN,), {})
+    assert (len(plan.ahead), len(plan.last), plan.head) == (1, 2, model.lm_head)
+    assert (plan.replaced, plan.last[-1].columns) == ((), None)
+    assert {each.heads for each in mixing_of(plan)} == {(4, 2, 16, 16, 0)}
     assert {*plan.kinds} == {"full_attention"}
-    # All layers have the same programs, each with its own weights.
-    assert len({tuple(each and each.text for each in layer.rows) for layer in plan.layers}) == 1
+    names = ["RowsStep", "ProductsPlan", "MixingPlan", "ProductsPlan", "RowsStep"]
+    names += ["ProductsPlan"] * 2
     for mine, theirs in zip(plan.layers, model.model.layers, strict=True):
         attention, mlp = theirs.self_attn, theirs.mlp
-        assert [each and [x.module for x in each.constants] for each in mine.rows] == [
-            *([theirs.input_layernorm], [], [theirs.post_attention_layernorm], None, []),
+        assert [type(each).__name__ for each in mine.phases] == names
+        before, first, mixing, out, between, inner, down = mine.phases
+        rows = [each.before for each in (before, between)]
+        norms = theirs.input_layernorm, theirs.post_attention_layernorm
+        assert [x.module for each in rows for x in each.constants] == [*norms]
+        # All layers have the same programs, each with its own weights.
+        assert [x.text for x in rows] == [x.before.text for x in plan.layers[0].phases[::4]]
+        assert [
+            product.module for phase in (first, out, inner, down) for product in phase.products
+        ] == [
+            *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+            *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
         ]
-        assert [product and product.module for product in mine.products] == [
-            *(attention.q_proj, attention.k_proj, attention.v_proj, None, attention.o_proj),
-            *(mlp.gate_proj, mlp.up_proj, mlp.down_proj, None, None),
-        ]
-        assert "(silu(a0[i]) * a1[i])" in mine.inner.text
-        assert (mine.scaling, mine.softcap, mine.sinks, mine.keys_of) == (0.25, 0.0, None, None)
+        assert "(silu(a0[i]) * a1[i])" in inner.columns.text
+        assert (mixing.settings, mixing.keys_of) == ((0.25, 0.0, None), None)
+
+
+keys_of = attrgetter("keys_of")
 
 
 def of_family(family: str, tells: Callable[[DecoderPlan], Any]) -> Any:
@@ -74,30 +90,35 @@ def of_family(family: str, tells: Callable[[DecoderPlan], Any]) -> Any:
 def test_what_sets_families_apart_is_read() -> None:
     for family, tells, expected in (
         # The `sdpa` of older transformers ignores it.
-        ("gemma2", lambda plan: plan.layers[0].softcap, 50.0 if IS_NEWEST else 0.0),
-        ("gemma2", lambda plan: "tanh(" in plan.finish.text, True),
-        ("gemma", lambda plan: "gelu_by_tanh(" in plan.layers[0].inner.text, True),
-        ("nemotron", lambda plan: plan.layers[0].products[6], None),
-        ("phi3", lambda plan: plan.layers[0].products[1], None),
-        ("gpt2", lambda plan: len(plan.embedding.calls), 2),
-        ("gpt2", lambda plan: type(plan.layers[0].products[4].module), Conv1D),
-        ("opt", lambda plan: plan.layers[0].scaling, 0.25),
-        ("bert", lambda plan: plan.transform is None, False),
-        ("nanochat", lambda plan: plan.embedding.rows is None, False),
-        ("phi", lambda plan: plan.layers[0].kept > 0, True),
-        ("afmoe", lambda plan: plan.layers[0].gate[1:], (192, 16)),
-        ("qwen3_next", lambda plan: plan.layers[1].gate[1:], (16, 32)),
-        ("deepseek_v3", lambda plan: plan.layers[0].heads, (4, 1, 16, 16, 8)),
-        ("deepseek_v3", lambda plan: plan.layers[0].latents[2:5], (8, 8, 8)),
-        ("mimo_v2_flash", lambda plan: plan.layers[0].heads, (4, 2, 32, 16, 0)),
-        ("sarvam_mla", lambda plan: plan.layers[0].latents.query, None),
+        ("gemma2", lambda plan: mixing_of(plan)[0].settings[1], 50.0 if IS_NEWEST else 0.0),
+        ("gemma2", lambda plan: "tanh(" in plan.last[-1].columns.text, True),
+        ("gemma", lambda plan: "gelu_by_tanh(" in plan.layers[0].phases[-2].columns.text, True),
+        ("nemotron", lambda plan: len(plan.layers[0].phases[-2].products), 1),
+        ("phi3", lambda plan: len(plan.layers[0].phases[1].products), 1),
+        ("gpt2", lambda plan: len(plan.embeddings), 2),
+        ("gpt2", lambda plan: {type(each.module) for each in products_of(plan)}, {Conv1D}),
+        ("opt", lambda plan: mixing_of(plan)[0].settings[0], 0.25),
+        ("bert", lambda plan: len(plan.last), 4),
+        ("nanochat", lambda plan: "np.sqrt" in plan.ahead[0].before.text, True),
+        # Both parts of a layer get the same; the second needs no rows of its own.
+        ("phi", lambda plan: [type(x) is RowsStep for x in plan.layers[0].phases].count(True), 1),
+        ("afmoe", lambda plan: "sigmoid(" in plan.layers[0].phases[3].before.text, True),
+        ("qwen3_next", lambda plan: "sigmoid(" in plan.layers[1].phases[3].before.text, True),
+        ("deepseek_v3", lambda plan: mixing_of(plan)[0].heads, (4, 1, 16, 16, 8)),
+        ("deepseek_v3", lambda plan: mixing_of(plan)[0].latents[2:5], (8, 8, 8)),
+        ("mimo_v2_flash", lambda plan: mixing_of(plan)[0].heads, (4, 2, 32, 16, 0)),
+        ("sarvam_mla", lambda plan: mixing_of(plan)[0].latents.query, None),
         ("gemma3_text", lambda plan: {*plan.kinds}, {"full_attention", "sliding_attention"}),
-        ("granite_swa", lambda plan: plan.layers[0].sinks is None, False),
-        ("gemma4_text", lambda plan: plan.layers[0].num_of_inputs, 16),
-        ("gemma4_text-shared", lambda plan: [x.keys_of for x in plan.layers], [None, None, 0, 1]),
-        ("gemma4_unified", lambda plan: plan.inputs, None),
-        ("gemma4_unified", lambda plan: {token for _, token in plan.embedding.replaced}, {0}),
-        ("gpt_oss", lambda plan: plan.layers[0].sinks is None, False),
+        ("granite_swa", lambda plan: mixing_of(plan)[0].settings[2] is None, False),
+        ("gemma4_text", lambda plan: plan.layers[0].phases[-1].products[0].num_inputs, 16),
+        (
+            "gemma4_text-shared",
+            lambda plan: [x.keys_of for x in mixing_of(plan)],
+            [None, None, 0, 1],
+        ),
+        ("gemma4_unified", lambda plan: len(plan.ahead), 1),
+        ("gemma4_unified", lambda plan: {token for _, token in plan.replaced}, {0}),
+        ("gpt_oss", lambda plan: mixing_of(plan)[0].settings[2] is None, False),
     ):
         got = of_family(family, tells)
         assert got[:4] == expected if isinstance(got, list) else got == expected, family
@@ -116,7 +137,7 @@ def test_heads_of_no_whole_vectors_are_refused() -> None:
 
 def test_columns_of_no_whole_vectors_are_refused_where_they_lie_side_by_side() -> None:
     model = model_of("gpt2", n_inner=100)
-    assert read(model).sizes.inner == 100
+    assert dict(read(model).sizes.memory)[words.INNER] == 100
     assert forwards_for(model) is None
 
 
@@ -231,6 +252,8 @@ def test_angles_that_grow_with_the_text_stay_those_of_short_ones() -> None:
     rotary = model.model.rotary_emb
     frequencies = rotary.inv_freq.clone()
     expected = [each.clone() for each in rotary(states, positions)]
-    assert any(place.made is not None for place, _ in read(model).layers[0].rows[1].places)
+    (mixing, *_) = mixing_of(read(model))
+    assert mixing.rows is not None
+    assert any(place.made is not None for place, _ in mixing.rows.places)
     assert torch.equal(rotary.inv_freq, frequencies)
     assert all(map(torch.equal, rotary(states, positions), expected))
