@@ -673,8 +673,7 @@ class _Weights:
         self.head: Callable[[], Any] = weakref.ref(plan.head)
         lists = [plan.ahead, *(layer.phases for layer in plan.layers), plan.last]
         self.num_phases = sum(_num_rows(each) for phases in lists for each in phases)
-        # Rows behind those of phases: additions, then what describes programs, and what mixes
-        # tokens.
+        # Behind phases: additions, then what describes programs, and what mixes tokens.
         num = self.num_phases + sum(len(each.added) for each in products_of(plan))
         self._rows = [np.zeros(words.ROW_SIZE, np.int64) for _ in range(num)]
         self._num_filled = self._num_added = 0
@@ -697,9 +696,8 @@ class _Weights:
                 cache = keeping.index(number - 1 if keys_of is None else keys_of)
                 seen[kind].add(cache)
                 self._add_phases(phases, kind, cache)
-                if self._num_filled < self.num_phases:
-                    at_end = self._add_rows(layer.at_end)
-                    self._rows[self._num_filled][words.AT_END] = at_end
+                at_end = self._add_rows(layer.at_end)
+                self._rows[self._num_filled][words.AT_END] = at_end
             else:
                 self._add_phases(phases)
         self.of_kind = [np.array(sorted(each), np.int64) for each in seen]
