@@ -11,7 +11,7 @@ from lade.forward.comparing import (
     is_near,
     require,
 )
-from lade.forward.programs import Columns, Rows, Writer
+from lade.forward.programs import Columns, TokenRows, Writer
 from lade.forward.trace import Trace, Value
 
 STACKS = "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"
@@ -107,7 +107,7 @@ def read_experts(
             given.append(taken)
             sums.append(value)
         require(torch.equal(given[0].tensor, states) and is_near(out, sums[1].tensor), reason)
-        rows = Rows(len(states), lambda _: None)
+        rows = TokenRows(len(states), lambda _: None)
         rows.give(sums[0], 0)
         columns = Writer(rows, given[1:], sums[:1].__contains__).columns(steps=(1, 2))
         found.add(_lying(columns, stack))

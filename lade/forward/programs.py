@@ -72,7 +72,7 @@ class Layout:
         return found
 
 
-class Part(NamedTuple):
+class Taken(NamedTuple):
     """Numbers that are those of another value."""
 
     where: Table | None  # places in the result's row; None for all
@@ -85,7 +85,7 @@ class Meaning(NamedTuple):
 
     name: str
     layout: Layout
-    parts: tuple[Part, ...] = ()  # of a reduction one, [results, numbers] flat
+    parts: tuple[Taken, ...] = ()  # of a reduction one, [results, numbers] flat
     #: Of a map: from the source of its tensors to that of its result.
     write: Callable[..., str] | None = None
     number: float | None = None  # of which all results are
@@ -103,7 +103,7 @@ class Meaning(NamedTuple):
         return self.write is None and bool(self.parts) and not self.is_of_rows
 
 
-class Rows:
+class TokenRows:
     """Finds what each value of a trace is, token by token.
 
     Args:
@@ -239,7 +239,7 @@ class Rows:
         of, flat = self.layout(node.ins[0]), _moved(node, value, node.ins[:1])
         layout = self._layout(value.shape, of.tokens[flat].reshape(value.shape), of.is_one)
         table = of.taken(flat[layout.rows], self._own(layout))
-        return Meaning(node.name, layout, (Part(None, node.ins[0], table),))
+        return Meaning(node.name, layout, (Taken(None, node.ins[0], table),))
 
     def _of_join(self, node: Node, value: Value) -> Meaning:
         flat = _moved(node, value, node.ins)  # of all sources' numbers, one after the other
@@ -276,7 +276,7 @@ class Rows:
             rows = layout.rows[:, where]
             require(bool((which[rows] == index).all()), _UNLIKE)
             table = source.taken(flat[rows], self._own(layout))
-            parts.append(Part(where, *self.narrowed(moved[index], table)))
+            parts.append(Taken(where, *self.narrowed(moved[index], table)))
         if len(parts) == 1:
             parts = [parts[0]._replace(where=None)]
         return Meaning(node.name, layout, tuple(parts))
@@ -295,7 +295,7 @@ class Rows:
         layout = self._layout(value.shape, tokens.reshape(value.shape))
         own = self._own(layout)
         parts = tuple(
-            Part(None, each, of.taken(indices[layout.rows], own)) for each, of, indices in sources
+            Taken(None, each, of.taken(indices[layout.rows], own)) for each, of, indices in sources
         )
         if node.name == "copy":
             return Meaning(node.name, layout, parts)
@@ -314,7 +314,7 @@ class Rows:
         require(bool((owners == owners[:, :1]).all()), f"torch's {node.name} mixes tokens")
         made = self._layout(value.shape, owners[:, 0].reshape(value.shape))
         table = layout.taken(groups[made.rows], self._own(made)[..., None])
-        return Meaning(node.name, made, (Part(None, source, table.reshape(-1)),))
+        return Meaning(node.name, made, (Taken(None, source, table.reshape(-1)),))
 
     def _of_choice(self, node: Node, value: Value, operands: Sequence[Value]) -> Meaning:
         """Return what is chosen among the numbers of the last axis, or read or written there."""
@@ -333,7 +333,7 @@ class Rows:
         for each in operands:
             size = each.tensor.numel() // num
             flat = (which[..., None] * size + np.arange(size)).reshape(len(which), -1)
-            parts.append(Part(None, each, self.layout(each).taken(flat, own)))
+            parts.append(Taken(None, each, self.layout(each).taken(flat, own)))
         name = "gather" if len(operands) > len(node.ins) else node.name
         try:
             call = CHOICES[name](*node.args)
@@ -426,7 +426,7 @@ def _written_cast(value: Value) -> Callable[..., str]:
 # --- source ---------------------------------------------------------------------------------------
 
 
-class Source(NamedTuple):
+class Written(NamedTuple):
     """The source of a program, and what it is called with.
 
     The function `program` takes scratch memory, then inputs, constants and results, as arrays.
@@ -470,7 +470,7 @@ class _Op(NamedTuple):
 
 
 def slice_of(
-    rows: Rows, outputs: Sequence[Value], is_given: Callable[[Value], bool]
+    rows: TokenRows, outputs: Sequence[Value], is_given: Callable[[Value], bool]
 ) -> tuple[list[Value], list[Value]]:
     """Return the values between given ones and outputs, in order, and those given ones."""
     order, given, seen = list[Value](), list[Value](), set[Value]()
@@ -499,7 +499,7 @@ class Writer:
     """
 
     def __init__(
-        self, rows: Rows, outputs: Sequence[Value], is_given: Callable[[Value], bool]
+        self, rows: TokenRows, outputs: Sequence[Value], is_given: Callable[[Value], bool]
     ) -> None:
         self._rows, self._outputs = rows, outputs
         self._order, self._inputs = slice_of(rows, outputs, is_given)
@@ -509,7 +509,7 @@ class Writer:
         self._tables: dict[tuple[int, ...], str] = {}
         self._num_scratch = self._num_rows = 0
 
-    def source(self) -> Source:
+    def source(self) -> Written:
         """Return the program of whole rows."""
         uses = self._uses()
         for value in self._order:
@@ -529,7 +529,7 @@ class Writer:
         head = f"def program({', '.join([*given, *ends])}):"
         text = "\n    ".join([head, *self._lines, "return"]) + "\n"
         of_rows = tuple(self._inputs), tuple(self._constants), tuple(self._tables)
-        return Source(text, self._num_scratch, *of_rows)
+        return Written(text, self._num_scratch, *of_rows)
 
     def columns(self, steps: Sequence[int] = (1,)) -> Columns:
         """Return what becomes of each number of the output by itself.
@@ -657,7 +657,7 @@ class Writer:
         self._lines += [f"for r in range({num}):", f"    {made}"]
         return names[2]
 
-    def _whole(self, part: Part) -> str:
+    def _whole(self, part: Taken) -> str:
         """Return the name of a row that has the numbers of a part side by side."""
         every, tree = np.arange(len(part.table)), self._tree(part.of, part.table)
         if type(tree) is _Leaf and np.array_equal(tree.table, every):

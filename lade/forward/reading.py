@@ -29,7 +29,7 @@ from lade.forward.comparing import (
 )
 from lade.forward.experts import StacksPlan, experts_in, read_experts
 from lade.forward.packed import PackedLinear
-from lade.forward.programs import Columns, Rows, Writer, slice_of
+from lade.forward.programs import Columns, TokenRows, Writer, slice_of
 from lade.forward.recurrence import RecurrencePlan, read_recurrence
 from lade.forward.trace import Value
 from lade.forward.watching import (
@@ -398,7 +398,7 @@ class _Reader:
         view, self._calls, self._input_ids, self._positions, self._attended, *_ = watched
         self._spans = watched.spans
         self._view, self._logits, self._implementation = view, watched.logits, implementation
-        self._trace, self._rows = watched.trace, Rows(self._positions.shape[1], self._call_for)
+        self._trace, self._rows = watched.trace, TokenRows(self._positions.shape[1], self._call_for)
         self._parents = {
             child: module for module in view.modules() for child in module._modules.values()
         }
@@ -1123,7 +1123,7 @@ class _Reader:
         if any(not torch.equal(self._value_given(x).tensor, given) for x in outer):
             return None
         ends = [self._value_made(each) for each in (*linears, *firsts)]
-        rows = Rows(self._positions.shape[1], lambda _: None)
+        rows = TokenRows(self._positions.shape[1], lambda _: None)
         with suppress(UnsupportedForwardError):
             for value in ends:
                 rows.give(value, len(value.shape) - 2)

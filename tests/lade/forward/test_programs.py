@@ -12,7 +12,7 @@ from torch import Tensor
 from lade.compat import attention_of
 from lade.forward import reading
 from lade.forward.comparing import UnsupportedForwardError
-from lade.forward.programs import Rows, Source, Writer
+from lade.forward.programs import TokenRows, Writer, Written
 from lade.forward.trace import Trace, Value
 from lade.forward.watching import watch
 from tests.grids import thinned
@@ -68,7 +68,7 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def results(rows: Rows, source: Source, outputs: list[Value]) -> list[tuple[Tensor, Tensor]]:
+def results(rows: TokenRows, source: Written, outputs: list[Value]) -> list[tuple[Tensor, Tensor]]:
     """Return what a program gives of each token, beside what torch gave."""
 
     def of_token(value: Value, token: int) -> Any:
@@ -93,11 +93,11 @@ def results(rows: Rows, source: Source, outputs: list[Value]) -> list[tuple[Tens
 
 
 @pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Writer, Source]]:
+def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Writer, Written]]:
     """Return a list of all programs that will be written."""
-    found, source = list[tuple[Writer, Source]](), Writer.source
+    found, source = list[tuple[Writer, Written]](), Writer.source
 
-    def noting(self: Writer) -> Source:
+    def noting(self: Writer) -> Written:
         found.append((self, source(self)))
         return found[-1][1]
 
@@ -110,7 +110,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Writer, Source]]:
     thinned(READABLE, "llama", "cohere2", "qwen3", "deepseek_v2", "phimoe", "bamba", "qwen3_next"),
 )
 @torch.no_grad()
-def test_programs_give_what_torch_gave(family: str, written: list[tuple[Writer, Source]]) -> None:
+def test_programs_give_what_torch_gave(family: str, written: list[tuple[Writer, Written]]) -> None:
     model = model_of(family)
     for is_other in (False, True):
         reading._Reader(watch(model, is_other=is_other), attention_of(model)).plan()
@@ -123,13 +123,13 @@ def test_programs_give_what_torch_gave(family: str, written: list[tuple[Writer, 
 # --- what a program may be made of ----------------------------------------------------------------
 
 
-def traced(function: Callable[[Tensor], Tensor], num_tokens: int = 3) -> Source:
+def traced(function: Callable[[Tensor], Tensor], num_tokens: int = 3) -> Written:
     """Return the program of a function of states [1, num_tokens, 6]."""
     states = torch.randn(1, num_tokens, 6, generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), Trace() as trace:
         out = function(states)
     given, made = trace.value(states), trace.value(out)
-    rows = Rows(num_tokens, lambda _: None)
+    rows = TokenRows(num_tokens, lambda _: None)
     rows.give(given, 1)
     source = Writer(rows, [made], lambda each: each is given).source()
     for mine, theirs in results(rows, source, [made]):
