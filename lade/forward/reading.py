@@ -662,12 +662,11 @@ class _Reader:
         taken = {each.around for each in _products_in(mixing.phases)}
         for each in (phase.latents for phase in mixing.phases if type(phase) is MixingPlan):
             taken |= {x.module for x in (each.expand, each.query) if x} if each else set()
-        rest, parts = [each for each in self._inside if each not in taken], [mixing]
-        if layer in self._given:
-            *rest, gate, out = rest
-            parts = [mixing, self._mlp(layer, rest), self._beside(gate, out, *self._given[layer])]
-        else:
-            parts = [mixing, self._mlp(layer, rest)]
+        rest = [each for each in self._inside if each not in taken]
+        *rest, gate, out = rest if layer in self._given else (*rest, None, None)
+        parts = [mixing, self._mlp(layer, rest)]
+        if gate is not None:
+            parts.append(self._beside(gate, out, *self._given[layer]))
         *rows, at_end = self._chained(parts, got, result)
         phases = [
             phase
@@ -869,16 +868,19 @@ class _Reader:
         """Return the product of which experts are chosen, its module, and what it gets."""
         made = dict[Value, tuple[nn.Module, Value]]()
         for value in self._trace.made_by("mm", "addmm"):
-            *biases, taken, weight = value.node.ins  # type: ignore[union-attr]
-            held = [self._held.get(id(_root(each).tensor)) for each in (weight, *biases)]
-            of_one = [held[0] and held[0]._replace(name=name) for name in ("weight", "bias")]
-            if held[0] and held == of_one[: len(held)]:
-                made[value] = held[0].module, taken
+            *_, taken, weight = value.node.ins  # type: ignore[union-attr]
+            held = self._held.get(id(_root(weight).tensor))
+            if held is not None and held.name == "weight":
+                made[value] = held.module, taken
                 self._rows.follow(value, taken)
         made |= {x: (module, self._value_given(module)) for x, module in self._products.items()}
         _, found = slice_of(self._rows, chosen, made.__contains__)
         require(len(found) == 1, "experts are chosen by more than a product")
-        return found[0], *made[found[0]]
+        router, taken = made[found[0]]
+        weights = [router._parameters.get(name) for name in ("weight", "bias")]
+        wanted = nn.functional.linear(taken.tensor, *weights)  # type: ignore[arg-type]
+        require(is_near(found[0].tensor, wanted), "its router is no linear layer")
+        return found[0], router, taken
 
     def _latent(self, attended: Attended) -> _Part | None:
         """Return attention to latents; None for another attention.
