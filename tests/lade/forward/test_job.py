@@ -752,7 +752,7 @@ def test_a_job_that_fails_is_given_up(ran: list[Ran], monkeypatch: pytest.Monkey
     def failing(*_: Any) -> None:
         raise ArithmeticError("of a test")
 
-    for name in ("_angles", "_caches"):
+    for name in ("_given", "_caches"):
         with monkeypatch.context() as patch:
             patch.setattr(file.FusedForwards, name, failing)
             model = model_of("llama")

@@ -209,7 +209,27 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+#: These change a token's numbers alone: what is then in programs.
+OF_ROWS = {
+    "logits": "+ F(1.0)",
+    "an MLP": "F(1.01)",
+    "attention": "F(0.01)",
+    "a layer": "F(1.01)",
+    "the last layer": "F(1.01)",
+    "a norm": "tanh(",
+    "the last norm": "at_most(",
+}
+
+
+@pytest.mark.parametrize("change", OF_ROWS)
+def test_code_of_others_is_read_where_it_is_of_rows(change: str) -> None:
+    model = model_of("llama")
+    assert OF_ROWS[change] not in str(read(model))
+    CHANGES[change](model)
+    assert OF_ROWS[change] in str(read(model))
+
+
+@pytest.mark.parametrize("change", [each for each in CHANGES if each not in OF_ROWS])
 def test_code_of_others_is_noticed(change: str) -> None:
     model = model_of("llama")
     assert read(model)
