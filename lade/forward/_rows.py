@@ -62,7 +62,9 @@ def _smaller(x, y):  # type: ignore[no-untyped-def]
 
 @compiled
 def _any_exponential(x):  # type: ignore[no-untyped-def]
-    return _exponential(_F(89) if x > _F(89) else x)
+    bounded = _F(89) if x > _F(89) else x
+    power = _exponential(bounded * _F(0.5) if x > _F(88) else bounded)
+    return power * power if x > _F(88) else power
 
 
 @compiled
