@@ -97,10 +97,10 @@ def read_experts(
         require(len(made) == 2, reason)
         given, sums = list[Value](), list[Value]()
         for which, value in enumerate(made):
-            *biases, taken, weight = value.node.ins  # type: ignore[union-attr]
+            *biases, taken, weight = value.node.ins
             bias, total = stack.biases[which], taken.tensor @ stack.matrix(which, expert)
             if bias is not None and not biases:
-                value = next(x for x in trace.made_by("add") if value in x.node.ins)  # type: ignore[union-attr]
+                value = next(x for x in trace.made_by("add") if value in x.node.ins)
             total = total if bias is None else total + bias[expert]
             is_product = torch.equal(weight.tensor, stack.matrix(which, expert))
             require(is_product and is_near(value.tensor, total), reason)

@@ -793,8 +793,8 @@ class _Weights:
                 at = index * words.ROW_SIZE + word + 1
                 self._turning.append((at, self._number_of(place, size)))
         for module in dict.fromkeys(each.module for each in plan.constants):
-            for name, each in module._parameters.items():
-                if each is None:
+            for name, held in module._parameters.items():
+                if held is None:
                     self._absent.append((len(self._slots), weakref.ref(module), name))
         return number
 

@@ -114,9 +114,9 @@ class PackedConv1D(_Packed, Conv1D):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return float32 sums [..., out_features]."""
-        step = max(_NUM_UNPACKED // self.nx, 1)
+        step = max(_NUM_UNPACKED // len(self.weight), 1)
         parts = [x.float() @ each.float() for each in self.weight.split(step, dim=1)]
-        sums: Tensor = torch.cat(parts, dim=-1) + self.bias
+        sums: Tensor = torch.cat(parts, dim=-1) + self.bias  # type: ignore[operator]
         return sums
 
 

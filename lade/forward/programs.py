@@ -660,7 +660,7 @@ class Writer:
     def _whole(self, part: Taken) -> str:
         """Return the name of a row that has the numbers of a part side by side."""
         every, tree = np.arange(len(part.table)), self._tree(part.of, part.table)
-        if type(tree) is _Leaf and np.array_equal(tree.table, every):
+        if type(tree) is _Leaf and tree.table is not None and np.array_equal(tree.table, every):
             return tree.name
         name = self._row(len(every))
         self._loop(_Leaf(name, every), tree)

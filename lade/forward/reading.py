@@ -662,7 +662,7 @@ class _Reader:
         taken = {each.around for each in _products_in(mixing.phases)}
         for each in (phase.latents for phase in mixing.phases if type(phase) is MixingPlan):
             taken |= {x.module for x in (each.expand, each.query) if x} if each else set()
-        rest = [each for each in self._inside if each not in taken]
+        rest: list[Any] = [each for each in self._inside if each not in taken]
         *rest, gate, out = rest if layer in self._given else (*rest, None, None)
         parts = [mixing, self._mlp(layer, rest)]
         if gate is not None:
@@ -840,7 +840,7 @@ class _Reader:
         states, shares = (each for each in call.given if each not in chosen)
         self._rows.follow(out, states)
         scores, router, taken = self._scores([*chosen, shares])
-        results = (*chosen, Place(words.CHOSEN)), (shares, Place(words.SHARES))
+        results = [(chosen[0], Place(words.CHOSEN)), (shares, Place(words.SHARES))]
         num = scores.shape[-1]
         choose = self._program(results, {scores: Place(words.SCORES, 0, num + 1)})
         inside = {*module.modules(), router}
@@ -1039,7 +1039,7 @@ class _Reader:
         require(len(decays) == 1, "its recurrence has no decay")
         shape, with_decays = decays[0].shape, decays[0].node.ins[1]  # type: ignore[union-attr]
         sigmoids = [x for x in self._trace.made_by("sigmoid") if x.shape == shape and of_layer(x)]
-        pairs = self._side_by_side(words.INNER, [given, decays[0], (*sigmoids, with_decays)[0]])
+        pairs = self._side_by_side(words.INNER, [given, decays[0], [*sigmoids, with_decays][0]])
         places = self._side_by_side(words.MIXED, values)
         before = self._program([*pairs.items()], places)
         used = {each.name for each in before.constants}
@@ -1232,7 +1232,8 @@ def _sizes_of(
 ) -> DecoderSizes:
     phases = [*others, *(phase for layer in layers for phase in layer.phases)]
     mixing, experts = [layer.mixing for layer in layers], [x.experts for x in layers if x.experts]
-    steps, products = ([x for x in phases if type(x) is kind] for kind in (RowsStep, ProductsPlan))
+    kinds: Any = RowsStep, ProductsPlan
+    steps, products = ([x for x in phases if type(x) is kind] for kind in kinds)
     latents = [each.latents for each in mixing if each.latents is not None]
     programs = [each for step in steps for each in step[:2]] + [layer.at_end for layer in layers]
     programs += [each.rows for each in mixing] + [each.turn for each in latents]

@@ -58,11 +58,11 @@ class Node:
         self.outs: list[Value] = []
 
 
-class Trace(TorchDispatchMode):
+class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators that run in its context."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._values: dict[int, Value] = {}  # by the tensor's identity: all are kept alive
         self._sharing: dict[int, dict[int, Tensor]] = {}  # tensors by the address of their memory
         self._seen: list[Value] = []
@@ -132,7 +132,7 @@ def _softmax_of(given: Tensor, dim: int, _: bool) -> Tensor:
 
 
 #: Operators of several steps, of which each is a map or a reduction.
-_DECOMPOSED = {
+_DECOMPOSED: dict[Any, Any] = {
     torch.ops.aten.native_layer_norm.default: _norm_of,
     torch.ops.aten._softmax.default: _softmax_of,
 }

@@ -103,7 +103,7 @@ def _attend(
     kept = {name: each for name, each in kwargs.items() if name in ("scaling", "is_causal")}
     out, _ = SDPA(module, query, key, value, attention_mask, **kept)
     noted = vars(module).setdefault(_WATCHED, [])
-    values = map(_trace.get().value, (query, key, value, out))
+    values: Any = map(_trace.get().value, (query, key, value, out))
     noted.append(Attended(module, *values, attention_mask, kwargs))
     return out, None
 
