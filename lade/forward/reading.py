@@ -1055,7 +1055,7 @@ class _Reader:
 
     def _value_given(self, module: nn.Module) -> Value:
         """Return the first tensor that a module got, which was called once."""
-        calls = self._calls.get(module, ())
+        calls = self._calls.get(module, [])
         require(len(calls) == 1, f"{type(module).__name__} is called {len(calls)} times")
         return calls[0].given[0]
 

@@ -103,8 +103,8 @@ def _attend(
     kept = {name: each for name, each in kwargs.items() if name in ("scaling", "is_causal")}
     out, _ = SDPA(module, query, key, value, attention_mask, **kept)
     noted = vars(module).setdefault(_WATCHED, [])
-    values: Any = map(_trace.get().value, (query, key, value, out))
-    noted.append(Attended(module, *values, attention_mask, kwargs))
+    of = (*map(_trace.get().value, (query, key, value, out)), attention_mask, kwargs)
+    noted.append(Attended._make((module, *of)))
     return out, None
 
 
