@@ -24,13 +24,7 @@ from lade.forward._kernels import (
     given_to_rows,
     run_rows,
 )
-from lade.forward._tiles import (
-    FLOAT32,
-    call_with,
-    compiled,
-    inlined,
-    job,
-)
+from lade.forward._tiles import FLOAT32, call_with, compiled, inlined, job
 from lade.forward._workers import pieces
 
 _F = np.float32

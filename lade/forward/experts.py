@@ -7,10 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lade.forward import words
-from lade.forward.comparing import (
-    is_near,
-    require,
-)
+from lade.forward.comparing import is_near, require
 from lade.forward.programs import Columns, TokenRows, Writer
 from lade.forward.trace import Trace, Value
 

@@ -34,12 +34,7 @@ from lade.compat.closeness import limit_of
 from lade.compat.view import viewed, with_forward
 from lade.forward import words
 from lade.forward._rows import address_of
-from lade.forward.comparing import (
-    Forward,
-    UnsupportedForwardError,
-    require,
-    why_wrong,
-)
+from lade.forward.comparing import Forward, UnsupportedForwardError, require, why_wrong
 from lade.forward.experts import PARTS, STACKS, StacksPlan
 from lade.forward.linear import FORMATS, MOST_TOKENS, Products, is_plain, kernels
 from lade.forward.packed import PackedConv1D, PackedLinear, PackedStack, function_of, made_whole

@@ -21,12 +21,7 @@ from lade.compat import CACHE, Model, attention_of, placeholders_of
 from lade.compat.attempts import Attempt
 from lade.errors import UnsupportedModelError
 from lade.forward import words
-from lade.forward.comparing import (
-    UnsupportedForwardError,
-    convolved,
-    is_near,
-    require,
-)
+from lade.forward.comparing import UnsupportedForwardError, convolved, is_near, require
 from lade.forward.experts import StacksPlan, experts_in, read_experts
 from lade.forward.packed import PackedLinear
 from lade.forward.programs import Columns, TokenRows, Writer, slice_of
@@ -543,6 +538,13 @@ class _Reader:
         self._rows.give(states, 1)
         for each in (self._positions, self._input_ids):
             self._rows.give(self._trace.value(each), 1)
+        fixed = set[Value]()  # what is made of parameters and buffers alone
+        for value in self._trace.seen:
+            ins = value.node.ins if value.node is not None else []
+            if fixed.issuperset(ins) if ins else id(value.tensor) in self._held:
+                fixed.add(value)
+        is_free = fixed.isdisjoint(self._trace.told)
+        require(is_free, "its code depends on numbers of its parameters")
         ahead = self._embedding(states), *self._inputs(modules, states)
         names = {module: name for name, module in self._view.named_modules()}
         layers = []
@@ -869,7 +871,7 @@ class _Reader:
         made = dict[Value, tuple[nn.Module, Value]]()
         for value in self._trace.made_by("mm", "addmm"):
             *_, taken, weight = value.node.ins  # type: ignore[union-attr]
-            held = self._held.get(id(_root(weight).tensor))
+            held = self._held.get(id(_root(weight)))
             if held is not None and held.name == "weight":
                 made[value] = held.module, taken
                 self._rows.follow(value, taken)
@@ -991,7 +993,7 @@ class _Reader:
         made = [
             each
             for each in self._trace.made_by("convolution")
-            if _root(each.node.ins[1]).tensor is convolution.weight  # type: ignore[union-attr]
+            if _root(each.node.ins[1]) is convolution.weight  # type: ignore[union-attr]
         ]
         require(len(made) == 1, reason)
         given: Value = made[0].node.ins[0]  # type: ignore[union-attr]
@@ -1216,11 +1218,11 @@ def _is_decay(value: Value) -> bool:
     return is_pair and ins[0].shape == value.shape[-1:] and ins[1].shape == value.shape
 
 
-def _root(value: Value) -> Value:
+def _root(value: Value) -> Tensor:
     """Return what a value is a view of."""
     while value.node is not None and value.node.ins:
         value = value.node.ins[0]
-    return value
+    return value.tensor
 
 
 def _added(value: Value) -> dict[Value, Place]:

@@ -65,7 +65,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._values: dict[int, Value] = {}  # by the tensor's identity: all are kept alive
         self._sharing: dict[int, dict[int, Tensor]] = {}  # tensors by the address of their memory
-        self._seen: list[Value] = []
+        self.seen: list[Value] = []
+        self.told: list[Value] = []  # of which Python asked for a number
 
     def value(self, tensor: Tensor) -> Value:
         """Return what a tensor now is; a value of no node for one that no operator made."""
@@ -74,10 +75,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def made_by(self, *names: str) -> list[Value]:
         """Return what some operators made, by their names."""
-        return [each for each in self._seen if each.node is not None and each.node.name in names]
+        return [each for each in self.seen if each.node is not None and each.node.name in names]
 
     def _keep(self, value: Value) -> Value:
-        self._seen.append(value)
+        self.seen.append(value)
         self._values[id(value.tensor)] = value
         of_memory = self._sharing.setdefault(_memory_of(value.tensor), {})
         of_memory[id(value.tensor)] = value.tensor
@@ -91,6 +92,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 return _DECOMPOSED.get(func, _product_of_complex)(*args, **kwargs)
         node = Node(func, *tree_map(self._value_or_same, (args, kwargs)))
+        self.told += node.ins if func is torch.ops.aten._local_scalar_dense.default else []
         out = func(*args, **kwargs)
         made = (each for each in tree_leaves(out) if isinstance(each, Tensor))
         values = [self._keep(Value(each, node, place)) for place, each in enumerate(made)]
