@@ -14,7 +14,7 @@ import lade
 from lade.forward import words
 from lade.forward.comparing import UnsupportedForwardError
 from lade.forward.job import forwards_for
-from lade.forward.reading import DecoderPlan, MixingPlan, products_of, read
+from lade.forward.reading import DecoderPlan, products_of, read
 from tests.grids import thinned
 from tests.lade.forward.families import QUICK, READABLE, model_of
 from tests.lade.tiny import IS_NEWEST
@@ -29,7 +29,7 @@ def modules_in(value: Any) -> Iterator[nn.Module]:
         yield from modules_in(each)
 
 
-def mixing_of(plan: DecoderPlan) -> list[MixingPlan]:
+def mixing_of(plan: DecoderPlan) -> list[Any]:
     """Return what mixes tokens in each layer."""
     return [layer.mixing for layer in plan.layers]
 
