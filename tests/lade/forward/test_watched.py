@@ -256,16 +256,23 @@ def test_a_draft_token_without_numbers_spoils_no_other(
 
 
 def _unsummed(views: Any) -> None:
-    views._weights._table[1, words.AT_END] = 0
+    views._weights._table[views._weights.starts[1], words.AT_END] = 0
 
 
 def _scaled(views: Any) -> None:
-    views._weights._table[:3, words.SCALING] = 0
+    table, num = views._weights._table, views._weights.num_phases
+    of_attention = {row[words.OF] for row in table[:num] if row[words.RUN] != 0}
+    table[[num - 1 + each for each in of_attention], words.SCALING] = 0
 
 
 def _embedded(views: Any) -> None:
-    (look,) = views._weights._lookups
-    views._weights._lookups = [lambda given: 3.0 * look(given)]
+    given = views._given
+
+    def scaled(request: Any) -> list[Tensor]:
+        embedded, *others = given(request)
+        return [3.0 * embedded, *others]
+
+    views._given = scaled
 
 
 @pytest.mark.parametrize("spoil", [_unsummed, _scaled, _embedded])
