@@ -832,8 +832,10 @@ class _Weights:
             self._add_matrix(number, words.SHARED_GATE, plan.shared_gate)
         row[words.NUM_CHOSEN], row[words.EXPERT_INNER] = plan.num_chosen, stacks.inner
         row[words.CHOOSE] = self._add_rows(plan.choose)
-        row[words.GATING] = _columns_of(ColumnsPlan(stacks.gating, 2, ()))
         self._add_stacks(number, stacks)
+        alternates = row[words.LIES] & words.ALTERNATE  # files have gate and up apart
+        text = stacks.gating if alternates else stacks.gating.replace("[2 * i]", "[i]")
+        row[words.GATING] = _columns_of(ColumnsPlan(text, 2, ()))
 
     def _add_stacks(self, number: int, plan: StacksPlan) -> None:
         """Describe gate, up and down of all experts, each as one product."""
