@@ -4,8 +4,6 @@ Experts are chosen as by `torch.topk`, also among equal values and in the same o
 that to algorithms of the C++ library, so their steps are repeated here.
 """
 
-import numpy as np
-
 from lade.forward._tiles import compiled
 
 _SORTED_WHOLE = 64  # torch sorts a heap if there are so many times more values than choices
@@ -129,29 +127,11 @@ def select(values, order, num, is_sorted):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def leave_groups(values, sums, order, num_left):  # type: ignore[no-untyped-def]
-    """Keep the values of some groups: the ones with the largest sum of their two largest."""
-    size = len(values) // len(sums)
-    for group in range(len(sums)):
-        most = second = -np.float32(np.inf)
-        for value in values[group * size : (group + 1) * size]:
-            if value > most or value != value:
-                most, second = value, most
-            elif value > second:
-                second = value
-        sums[group] = most + second
-    select(sums, order, num_left, False)
-    for group in order[num_left:]:
-        for index in range(group * size, (group + 1) * size):
-            values[index] = -np.float32(np.inf)
-
-
-@compiled
 def group(chosen, num_chosen, ends, tokens, slots):  # type: ignore[no-untyped-def]
     """Sort choices by expert, and return the number of experts that were chosen.
 
     Args:
-        chosen: the experts of each token, token after token.
+        chosen: the experts of each token, token after token, as float32.
         num_chosen: number of experts of a token.
         ends: [num_experts + 1], gets the index of each expert's first choice, and the last end.
         tokens: gets the token of each choice, expert after expert.
@@ -160,13 +140,13 @@ def group(chosen, num_chosen, ends, tokens, slots):  # type: ignore[no-untyped-d
     for expert in range(len(ends)):
         ends[expert] = 0
     for expert in chosen:
-        ends[expert] += 1
+        ends[int(expert)] += 1
     total = 0
     for expert in range(len(ends)):
         total += ends[expert]
         ends[expert] = total
     for entry in range(len(chosen) - 1, -1, -1):
-        expert = chosen[entry]
+        expert = int(chosen[entry])
         ends[expert] -= 1
         tokens[ends[expert]], slots[entry] = entry // num_chosen, ends[expert]
     num_hit = 0

@@ -9,6 +9,7 @@ adds up latents, and another part of the matrix turns their sum into values.
 
 from typing import Any
 
+import numba
 import numpy as np
 
 from lade.forward import words as w
@@ -17,131 +18,102 @@ from lade.forward._kernels import (
     _copy,
     _fill,
     _multiply,
-    _normalize,
     _row,
-    _turn,
     described,
     given_to_job,
+    given_to_rows,
+    run_rows,
 )
-from lade.forward._tiles import (
-    FLOAT32,
-    call_compiled,
-    compiled,
-    inlined,
-    job,
-    take,
-)
-from lade.forward._workers import end, wait_within
+from lade.forward._tiles import FLOAT32, call_with, compiled, inlined, job
+from lade.forward._workers import pieces
 
 _F = np.float32
 
 
 @compiled
-def _turn_token(layer, row, token, scratch):  # type: ignore[no-untyped-def]
-    """Turn a key, or the end of a query, by the angles of its token."""
-    size = len(row)
-    cos = _row(layer[w.COS] + 4 * size * token, size)
-    sin = _row(layer[w.SIN] + 4 * size * token, size)
-    straight, turned = _row(scratch, size), _row(scratch + 4 * size, size)
-    _turn(row, cos, sin, straight, turned, layer[w.TURN])
+def _turn(g, of, rank, token, row, target, scratch):  # type: ignore[no-untyped-def]
+    """Write a key, or the end of a query, turned by the angles of its token.
+
+    The program takes the row of what makes latents, where a key is behind the latent.
+    """
+    turn = described(g, of[w.TURN])
+    given = given_to_rows(g, turn, token, token, scratch)
+    given[1 + of[w.TURNED_PLACE]], given[turn[w.NUM_PLACES]] = row - 4 * rank, target
+    call_with((turn[w.PROGRAM], given.ctypes.data))
 
 
 @inlined
-def _write_latents(g, phase, layer, of, parts, caches, scratch):  # type: ignore[no-untyped-def]
+def _write_latents(g, phase, of, parts, caches, scratch):  # type: ignore[no-untyped-def]
     """Write latents and keys into the cache, and what queries are made of."""
-    num, rank, size = g[w.NUM_TOKENS], layer[w.HEAD_SIZE], of[w.TURNING]
-    num_inputs = layer[w.MIXED_SIZE] - rank - size  # of the product of queries, or all queries
-    token, num_done, part = take(phase, 1), 0, 0
-    while token < num:
+    num, rank, size = g[w.NUM_TOKENS], of[w.HEAD_SIZE], of[w.TURNING]
+    part = 0
+    for token, _ in pieces(g, phase, num, 1, True):
         while token >= parts[part, w.FIRST] + parts[part, w.NUM_NEW]:
             part += 1
-        mixed = g[w.MIXED] + 4 * layer[w.MIXED_SIZE] * token
         slot = caches[part, w.NUM_KEYS] - parts[part, w.NUM_NEW] + token - parts[part, w.FIRST]
-        for is_query in range(2):
-            if is_query and of[w.SECOND_QUERY + w.WEIGHT] == 0:
-                continue
-            numbers = num_inputs if is_query else rank
-            given = _row(mixed if is_query else mixed + 4 * num_inputs, numbers)
-            norm = w.QUERY_NORM if is_query else w.KEY_NORM
-            target = caches[part, w.KEYS] + 4 * rank * slot
-            target = g[w.NORMED] + 4 * numbers * token if is_query else target
-            normed, of_norm = _row(target, numbers), layer[norm : norm + w.NORM_SIZE]
-            if of_norm[w.FLAGS] & w.IS_NORM:
-                _normalize(given, of_norm, normed)
-            else:
-                _copy(given, normed)
-        key = _row(mixed + 4 * (num_inputs + rank), size)
-        _turn_token(layer, key, token, scratch)
-        _copy(key, _row(caches[part, w.VALUES] + 4 * size * slot, size))
-        num_done += 1
-        token = take(phase, 1)
-    wait_within(g, phase, num_done, num)
+        run_rows(g, of[w.HEADS], token, token, scratch)
+        latent = _row(g[w.QUERIES] + 4 * of[w.QUERIES_SIZE] * token, rank)
+        _copy(latent, _row(caches[part, w.KEYS] + 4 * rank * slot, rank))
+        mixed = g[w.MIXED] + 4 * of[w.MIXED_SIZE] * (token + 1)
+        target = caches[part, w.VALUES] + 4 * size * slot
+        _turn(g, of, rank, token, mixed - 4 * size, target, scratch)
 
 
 @inlined
-def _write_queries(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def]
+def _write_queries(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     """Write queries for latents and for keys; a piece is a head of all tokens."""
-    num, rank = g[w.NUM_TOKENS], layer[w.HEAD_SIZE]
-    straight, turning, num_heads = of[w.STRAIGHT], of[w.TURNING], layer[w.NUM_HEADS]
-    size, num_inputs = straight + turning, layer[w.MIXED_SIZE] - rank - turning
+    num, rank = g[w.NUM_TOKENS], of[w.HEAD_SIZE]
+    straight, turning, num_heads = of[w.STRAIGHT], of[w.TURNING], of[w.NUM_HEADS]
+    size, num_inputs = straight + turning, of[w.MIXED_SIZE] - rank - turning
     format_, step = of[w.OF_EXPAND], 4 * num_heads * (rank + turning)
     width = 4 if format_ == FLOAT32 else 2
-    beside, head, num_done = scratch + 4 * size * num, take(phase, 1), 0
-    while head < num_heads:
+    beside = scratch + 4 * size * num
+    for head, _ in pieces(g, phase, num_heads, 1):
         if of[w.SECOND_QUERY + w.WEIGHT] != 0:
             given = g[w.NORMED], num_inputs, num
             of_query, first = of[w.SECOND_QUERY : w.EXPAND], size * head
             _multiply(g, *given, of_query, first, first + size, scratch, 4 * size)
         else:
             for token in range(num):
-                mixed = g[w.MIXED] + 4 * (layer[w.MIXED_SIZE] * token + size * head)
+                mixed = g[w.MIXED] + 4 * (of[w.MIXED_SIZE] * token + size * head)
                 _copy(_row(mixed, size), _row(scratch + 4 * size * token, size))
         target = g[w.QUERIES] + 4 * (rank + turning) * head
         for token in range(num):
-            turned = _row(scratch + 4 * (size * token + straight), turning)
-            _turn_token(layer, turned, token, beside)
             _fill(_row(target + step * token, rank), _F(0))
-            _copy(turned, _row(target + step * token + 4 * rank, turning))
+            row = scratch + 4 * (size * token + straight)
+            _turn(g, of, rank, token, row, target + step * token + 4 * rank, beside)
         of_head = width * rank * (straight + of[w.EXPANDED]) * head
         weights = of[w.EXPAND + w.WEIGHT] + of_head, width * rank, rank
         x = scratch, 4 * size, num
         _add_across(g, format_, x, weights, (target, step), straight, beside)
-        num_done += 1
-        head = take(phase, 1)
-    end(g, phase, num_done, num_heads)
 
 
 @inlined
-def _write_values(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def]
+def _write_values(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     """Write the values of what queries got from latents; a piece is a head of all tokens."""
-    num, rank, size = g[w.NUM_TOKENS], layer[w.HEAD_SIZE], of[w.EXPANDED]
-    num_heads, of_expand = layer[w.NUM_HEADS], of[w.EXPAND : w.EXPAND + w.PRODUCT_SIZE]
+    num, rank, size = g[w.NUM_TOKENS], of[w.HEAD_SIZE], of[w.EXPANDED]
+    num_heads, of_expand = of[w.NUM_HEADS], of[w.EXPAND : w.EXPAND + w.PRODUCT_SIZE]
     step = 4 * num_heads * (rank + of[w.TURNING])
-    out, head, num_done = scratch + 4 * rank * num, take(phase, 1), 0
-    while head < num_heads:
+    out = scratch + 4 * rank * num
+    for head, _ in pieces(g, phase, num_heads, 1):
         for token in range(num):
             got = g[w.QUERIES] + step * token + 4 * (rank + of[w.TURNING]) * head
             _copy(_row(got, rank), _row(scratch + 4 * rank * token, rank))
         first = (of[w.STRAIGHT] + size) * head + of[w.STRAIGHT]
         _multiply(g, scratch, rank, num, of_expand, first, first + size, out, 4 * size)
         for token in range(num):
-            target = 4 * (layer[w.ATTENDED_SIZE] * token + size * head)
+            target = 4 * (of[w.ATTENDED_SIZE] * token + size * head)
             _copy(_row(out + 4 * size * token, size), _row(g[w.ATTENDED] + target, size))
-        num_done += 1
-        head = take(phase, 1)
-    end(g, phase, num_done, num_heads)
 
 
 @job
 def run_latents(address: Any) -> None:
     """Run the pieces of a phase that other threads have not taken; see `given_to_job`."""
-    g, phase, step, layer, parts, caches, scratch = given_to_job(address)
-    of = described(g, layer[w.LATENT])
-    if step == 2:
-        _write_latents(g, phase, layer, of, parts, caches, scratch)
-        _write_queries(g, phase + 128, layer, of, scratch)
+    g, phase, step, of, parts, caches, scratch = given_to_job(address)
+    if step == 0:
+        _write_latents(g, phase, of, parts, caches, scratch)
+        _write_queries(g, phase + 128, of, scratch)
     else:
-        of_phase = g.ctypes.data, phase, -1, layer.ctypes.data
-        given = parts.ctypes.data, caches.ctypes.data, scratch
-        call_compiled((of[w.ATTEND], *of_phase, *given))
-        _write_values(g, phase + 128, layer, of, scratch)
+        given = numba.carray(address, (4,), np.int64)
+        call_with((of[w.ATTEND], given.ctypes.data))
+        _write_values(g, phase + 128, of, scratch)

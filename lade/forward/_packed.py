@@ -31,6 +31,7 @@ from lade.forward._tiles import (
     by_case,
     fetch,
     job,
+    widened,
 )
 
 (F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, BF16, MXFP4) = (
@@ -104,7 +105,7 @@ class _Unpack:
             kind = {F32: _FLOAT, F16: _HALF, BF16: ir.IntType(16)}[self._format]
             width = 4 if self._format == F32 else 2
             loaded = [self._load(address, width * i, ir.VectorType(kind, LANES)) for i in starts]
-            return [partial(self._widened, each) for each in loaded]
+            return [partial(widened, build, each) for each in loaded]
         if self._format == Q8_0:
             ints = [self._bytes(address, _INT64(2 + i), signed=True) for i in starts]
             scale, _ = self._scales[column]
@@ -219,14 +220,6 @@ class _Unpack:
             return self._fma(build.sitofp(six, _FLOATS), *factors)
 
         return [partial(make, quarter, part) for quarter in range(4) for part in range(32 // LANES)]
-
-    def _widened(self, loaded: Any) -> Any:
-        if self._format == F16:
-            return self._build.fpext(loaded, _FLOATS)
-        if self._format == BF16:
-            bits = self._build.shl(self._build.zext(loaded, _INTS), _ints(16))
-            return self._build.bitcast(bits, _FLOATS)
-        return loaded
 
     def _looked_up(self, table: Any, index: Any) -> Any:
         """Emit a look-up in a vector, by the lowest bits."""

@@ -17,29 +17,18 @@ from lade.forward._kernels import (
     _convolve_slot,
     _copy,
     _fill,
-    _normalize,
     _row,
-    _sigmoid,
     _silu,
     _sum_of_squares,
     _taps_of,
-    described,
     given_to_job,
+    run_rows,
 )
-from lade.forward._tiles import compiled, inlined, job, pointer, take
-from lade.forward._workers import end, wait_within
+from lade.forward._tiles import compiled, inlined, job, pointer
+from lade.forward._workers import pieces
 
 _F = np.float32
 _EPS = _F(1e-6)  # of the length of queries and keys
-_MOST_SOFTENED = 20.0  # above, a softplus is the number itself, as torch has it
-
-
-@compiled
-def _column(of, kind, head, size):  # type: ignore[no-untyped-def]
-    """Return where a head's numbers of a kind begin among the columns of MIXED."""
-    sharing = of[w.VALUE_HEADS] // of[w.KEY_HEADS] if kind > 1 else 1
-    group, within = divmod(head, sharing)
-    return of[w.COLUMNS + kind] + of[w.COLUMN_STEPS + kind] * group + size * within
 
 
 @compiled
@@ -49,31 +38,30 @@ def _kept_size(of):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _convolve_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignore[no-untyped-def]
+def _convolve_heads(g, phase, of, parts, caches, scratch):  # type: ignore[no-untyped-def]
     """Write inputs of the convolution, and what becomes of them: queries, keys and values.
 
     A piece is a head of one of them, of all tokens.
     """
     num_keys, of_key = of[w.KEY_HEADS], of[w.KEY_SIZE]
-    num_values, of_value, taps = of[w.VALUE_HEADS], of[w.VALUE_SIZE], layer[w.TAPS]
-    num_heads, num_done, head = 2 * num_keys + num_values, 0, take(phase, 1)
-    all_keys = num_keys * of_key
-    while head < num_heads:
+    num_values, of_value, taps = of[w.VALUE_HEADS], of[w.VALUE_SIZE], of[w.TAPS]
+    num_heads, all_keys = 2 * num_keys + num_values, num_keys * of_key
+    for head, _ in pieces(g, phase, num_heads, 1):
         kind = min(head // num_keys, 2)
         number, num = head - kind * num_keys, of_value if kind == 2 else of_key
         start = of[w.CHANNELS + kind] + number * num
-        weights = _taps_of(layer, start, num, scratch)
+        weights = _taps_of(of, start, num, scratch)
         sums = _row(scratch + 4 * num * taps, num)
         for part in range(g[w.NUM_PARTS]):
             num_new, cache = parts[part, w.NUM_NEW], caches[part]
             for new in range(num_new):
                 token = parts[part, w.FIRST] + new
-                column = layer[w.MIXED_SIZE] * token + _column(of, kind, number, num)
-                row = _row(g[w.MIXED] + 4 * column, num)
+                row = _row(g[w.INNER] + 4 * (of[w.GIVEN_SIZE] * token + start), num)
                 slot = cache[w.NUM_KEYS] - num_new + new
                 inputs = cache[w.KEYS], 2 * all_keys + num_values * of_value, start
-                _convolve_slot(layer, weights, inputs, slot, row, sums)
-                _silu(sums)
+                _convolve_slot(of, weights, inputs, slot, row, sums)
+                for i in range(num):
+                    sums[i] = _silu(sums[i])
                 if kind < 2 and of[w.IS_DELTA] != 0:
                     length = np.sqrt(_sum_of_squares(sums, _F(0)) + _EPS)
                     scale = _F(1) if kind == 1 else _F(1) / np.sqrt(_F(of_key))
@@ -85,26 +73,6 @@ def _convolve_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignor
                     first = _kept_size(of) * slot + (all_keys if kind == 2 else 0)
                     target = cache[w.VALUES] + 4 * (first + number * num)
                 _copy(sums, _row(target, num))
-        num_done += 1
-        head = take(phase, 1)
-    end(g, phase, num_done, num_heads)
-
-
-@compiled
-def _write_gates(mixed, of, head, gates, row):  # type: ignore[no-untyped-def]
-    """Write how much of its state a head keeps with a token, and how much it takes."""
-    is_delta, number = of[w.IS_DELTA] != 0, row[:1]
-    row[0] = _row(of[w.DECAY_BIASES] + 4 * head, 1)[0]
-    row[0] += _row(mixed + 4 * _column(of, 5, head, 1), 1)[0]
-    softened = math.log1p(math.exp(min(row[0], _MOST_SOFTENED)))
-    row[0] = row[0] if row[0] > _MOST_SOFTENED else softened
-    gates[1] = row[0]
-    decay = _row(of[w.DECAYS] + 4 * head, 1)[0]
-    gates[0] = _F(math.exp(-math.exp(decay) * gates[1]))
-    if is_delta:
-        row[0] = _row(mixed + 4 * _column(of, 4, head, 1), 1)[0]
-        _sigmoid(number)
-        gates[1] = row[0]
 
 
 @compiled
@@ -134,8 +102,8 @@ def _advance(state, key, value, gates, change, is_delta):  # type: ignore[no-unt
 
 
 @compiled
-def _give(g, layer, of, head, token, state, value, sums):  # type: ignore[no-untyped-def]
-    """Write what a state gives for a token's query over the values of MIXED."""
+def _give(g, of, head, token, state, value, sums):  # type: ignore[no-untyped-def]
+    """Write what a state gives for a token's query."""
     size, num = of[w.KEY_SIZE], of[w.VALUE_SIZE]
     number = head // (of[w.VALUE_HEADS] // of[w.KEY_HEADS])
     query = _row(g[w.QUERIES] + 4 * size * (of[w.KEY_HEADS] * token + number), size)
@@ -144,7 +112,7 @@ def _give(g, layer, of, head, token, state, value, sums):  # type: ignore[no-unt
         row, times = state[k], query[k]
         for i in range(num):
             sums[i] = sums[i] + row[i] * times
-    result = _row(g[w.MIXED] + 4 * (layer[w.MIXED_SIZE] * token + _column(of, 2, head, num)), num)
+    result = _row(g[w.ATTENDED] + 4 * (of[w.ATTENDED_SIZE] * token + num * head), num)
     if of[w.IS_DELTA] != 0:
         _copy(sums, result)
         return
@@ -153,50 +121,18 @@ def _give(g, layer, of, head, token, state, value, sums):  # type: ignore[no-unt
         result[i] = sums[i] + value[i] * factor
 
 
-@compiled
-def _write_results(g, layer, of, token, first, scratch):  # type: ignore[no-untyped-def]
-    """Write a token's results of the heads that share a norm, from `first` on, as it gives them.
-
-    A delta net has its gate behind the norm, and weights for one head.
-    """
-    size, num_heads = of[w.VALUE_SIZE], of[w.NUM_NORMED]
-    num, mixed = size * num_heads, g[w.MIXED] + 4 * layer[w.MIXED_SIZE] * token
-    results, gates = _row(scratch, num), _row(scratch + 4 * num, num)
-    norm = numba.carray(pointer(scratch + 8 * num), (w.NORM_SIZE,), np.int64)
-    start_of_token = layer[w.ATTENDED_SIZE] * token + first * size
-    normed = _row(g[w.ATTENDED] + 4 * start_of_token, num)
-    for i in range(w.NORM_SIZE):
-        norm[i] = layer[w.QUERY_NORM + i]
-    for head in range(num_heads):
-        start, end = size * head, size * (head + 1)
-        of_values = _row(mixed + 4 * _column(of, 2, first + head, size), size)
-        _copy(of_values, results[start:end])
-        _copy(_row(mixed + 4 * _column(of, 3, first + head, size), size), gates[start:end])
-    _silu(gates)
-    if of[w.IS_DELTA] != 0:
-        _normalize(results, norm, normed)
-        for i in range(num):
-            normed[i] = normed[i] * gates[i]
-    else:
-        for i in range(num):
-            results[i] = results[i] * gates[i]
-        norm[w.NORM_WEIGHT] += 4 * size * first
-        _normalize(results, norm, normed)
-
-
 @inlined
-def _run_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignore[no-untyped-def]
+def _run_heads(g, phase, of, parts, caches, scratch):  # type: ignore[no-untyped-def]
     """Bring the states in the cache up to a slot, and give results of all tokens behind it.
 
-    A piece is a head of values, of one part; then the heads that share a norm, of one token.
+    A piece is a head of values, of one part.
     """
     num_heads, size, num = of[w.VALUE_HEADS], of[w.KEY_SIZE], of[w.VALUE_SIZE]
     sharing, all_keys = num_heads // of[w.KEY_HEADS], of[w.KEY_HEADS] * size
     state = numba.carray(pointer(scratch), (size, num), np.float32)
-    whole, memory = _row(scratch, size * num), scratch + 4 * size * num
-    change, num_done, num_all = _row(memory, num), 0, num_heads * g[w.NUM_PARTS]
-    is_delta, piece = of[w.IS_DELTA] != 0, take(phase, 1)
-    while piece < num_all:
+    whole, change = _row(scratch, size * num), _row(scratch + 4 * size * num, num)
+    is_delta = of[w.IS_DELTA] != 0
+    for piece, _ in pieces(g, phase, num_heads * g[w.NUM_PARTS], 1):
         part, head = divmod(piece, num_heads)
         cache, first_new = caches[part], caches[part, w.NUM_KEYS] - parts[part, w.NUM_NEW]
         _copy(_row(cache[w.STATE] + 4 * size * num * head, size * num), whole)
@@ -210,37 +146,24 @@ def _run_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignore[no-
             gates = _row(kept + 4 * (all_keys + num_heads * num + 2 * head), 2)
             token = parts[part, w.FIRST] + slot - first_new
             if slot >= first_new:
-                mixed = g[w.MIXED] + 4 * layer[w.MIXED_SIZE] * token
-                _write_gates(mixed, of, head, gates, change)
+                given = _row(g[w.INNER] + 4 * of[w.GIVEN_SIZE] * token, of[w.GIVEN_SIZE])
+                gates[0] = _F(math.exp(given[head - 2 * num_heads]))
+                gates[1] = given[head - num_heads]
             _advance(state, key, value, gates, change, is_delta)
             if slot >= first_new:
-                _give(g, layer, of, head, token, state, value, change)
-                if of[w.NUM_NORMED] == 1:
-                    _write_results(g, layer, of, token, head, memory)
+                _give(g, of, head, token, state, value, change)
         if cache[w.UNTIL] == cache[w.NUM_KEYS]:
             _copy(whole, brought)
-        num_done += 1
-        piece = take(phase, 1)
-    if of[w.NUM_NORMED] == 1:
-        end(g, phase, num_done, num_all)
-    else:
-        wait_within(g, phase, num_done, num_all)
-        num_norms, num_done = num_heads // of[w.NUM_NORMED], 0
-        num_all, piece = num_norms * g[w.NUM_TOKENS], take(phase + 128, 1)
-        while piece < num_all:
-            token, number = divmod(piece, num_norms)
-            _write_results(g, layer, of, token, of[w.NUM_NORMED] * number, scratch)
-            num_done += 1
-            piece = take(phase + 128, 1)
-        end(g, phase + 128, num_done, num_all)
 
 
 @job
 def run_recurrence(address: Any) -> None:
     """Run the pieces of a phase that other threads have not taken; see `given_to_job`."""
-    g, phase, step, layer, parts, caches, scratch = given_to_job(address)
-    of = described(g, layer[w.RECURRENCE])
-    if step == 2:
-        _convolve_heads(g, phase, layer, of, parts, caches, scratch)
+    g, phase, step, of, parts, caches, scratch = given_to_job(address)
+    if step == 0:
+        for token, _ in pieces(g, phase, g[w.NUM_TOKENS], 1):
+            run_rows(g, of[w.HEADS], token, token, scratch)
+    elif step == 1:
+        _convolve_heads(g, phase, of, parts, caches, scratch)
     else:
-        _run_heads(g, phase, layer, of, parts, caches, scratch)
+        _run_heads(g, phase, of, parts, caches, scratch)

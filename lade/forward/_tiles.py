@@ -83,15 +83,24 @@ def pointer(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, ir.IntType(8).as_pointer())
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def take(typing_context: Any, address: Any, number: Any) -> Any:
-    """Add to an integer that threads share, after all earlier writes; return its old value."""
+def changing(operation: str) -> Any:
+    """Return a function that changes a shared integer by another one and returns the old value.
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address = builder.inttoptr(arguments[0], _INT64.as_pointer())
-        return builder.atomic_rmw("add", address, arguments[1], "seq_cst")
+    It does so after all earlier writes.
+    """
 
-    return types.int64(types.int64, types.int64), generate
+    @intrinsic  # type: ignore[untyped-decorator]
+    def change(typing_context: Any, address: Any, number: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            address = builder.inttoptr(arguments[0], _INT64.as_pointer())
+            return builder.atomic_rmw(operation, address, arguments[1], "seq_cst")
+
+        return types.int64(types.int64, types.int64), generate
+
+    return change
+
+
+take = changing("add")
 
 
 @instruction(types.void)
@@ -103,6 +112,15 @@ def call_compiled(builder: Any, of: Any) -> None:
         builder.store(each, builder.gep(array, [_INT32(number)]))
     kind = ir.FunctionType(ir.VoidType(), [array.type])
     builder.call(builder.inttoptr(function, kind.as_pointer()), [array])
+
+
+@instruction(types.void)
+def call_with(builder: Any, of: Any) -> None:
+    """Call a function that is compiled apart, given its address and that of its arguments."""
+    function, array = cgutils.unpack_tuple(builder, of)
+    kind = ir.FunctionType(ir.VoidType(), [_INT64.as_pointer()])
+    given = builder.inttoptr(array, _INT64.as_pointer())
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [given])
 
 
 @instruction(types.void)
@@ -238,14 +256,12 @@ def at(builder: Any, address: Any, index: Any, width: int, kind: Any) -> Any:
     return builder.inttoptr(start, kind.as_pointer())
 
 
-def _load_wide(builder: Any, format_: int, address: Any, index: Any) -> Any:
-    """Load a vector of a format as float32."""
-    width, stored = _WIDTHS[format_], ir.VectorType(_STORED[format_], LANES)
-    loaded = builder.load(at(builder, address, index, width, stored), align=width)
-    if format_ == FLOAT32:
-        return loaded
-    if format_ == FLOAT16:
+def widened(builder: Any, loaded: Any) -> Any:
+    """Return a vector of float32, float16, or bfloat16 as integers, as float32."""
+    if loaded.type.element == ir.HalfType():
         return builder.fpext(loaded, _FLOATS)
+    if loaded.type.element != _INT16:
+        return loaded
     # A bfloat16 is the upper half of a float32.
     bits = ir.VectorType(_INT32, LANES)
     sixteen = ir.Constant(bits, [16] * LANES)
@@ -274,7 +290,7 @@ def job(function: Callable[[Any], None]) -> Callable[[], Any]:
 def _compile(function: Callable[[Any], None]) -> Any:
     kind, options = types.void(types.voidptr), {"nogil": True, "error_model": "numpy"}
     try:
-        names = "_packed", "_experts", "_kernels", "_workers"
+        names = "_packed", "_experts", "_kernels", "_rows", "_workers"
         beside = [Path(__file__).with_name(f"{name}.py") for name in names]
         files: list[str | Path] = [__file__, words.__file__, *beside]
         others = b"".join(Path(file).read_bytes() for file in files)
@@ -369,7 +385,9 @@ def _write_sums(build: Any, format_: int, rows: range, vectors: range, given: An
         line = build.add(values, build.mul(value_step, loop.index))
         for start in range(0, LANES * len(vectors) * _WIDTHS[format_], _LINE):
             fetch(build, build.add(build.add(line, far), _INT64(start)))
-        wide = [_load_wide(build, format_, line, _INT64(LANES * vector)) for vector in vectors]
+        width, stored = _WIDTHS[format_], ir.VectorType(_STORED[format_], LANES)
+        places = [at(build, line, _INT64(LANES * each), width, stored) for each in vectors]
+        wide = [widened(build, build.load(each, align=width)) for each in places]
         for of_row, total, sums_of_row in zip(of_rows, added, sums, strict=True):
             weight = build.load(at(build, of_row, loop.index, 4, _FLOAT), align=4)
             build.store(build.fadd(build.load(total), weight), total)

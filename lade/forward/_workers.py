@@ -14,12 +14,12 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from lade.forward import words as w
 from lade.forward._tiles import (
     FEATURES,
     call_compiled,
+    changing,
     compiled,
     instruction,
     job,
@@ -37,21 +37,7 @@ def look(builder: Any, address: Any) -> Any:
     return builder.load_atomic(builder.inttoptr(address, _INT64.as_pointer()), "seq_cst", 8)
 
 
-def _changing(operation: str) -> Any:
-    """Return a function that changes a shared integer by another one and returns the old value."""
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def change(typing_context: Any, address: Any, number: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            address = builder.inttoptr(arguments[0], _INT64.as_pointer())
-            return builder.atomic_rmw(operation, address, arguments[1], "seq_cst")
-
-        return types.int64(types.int64, types.int64), generate
-
-    return change
-
-
-_swap, _raise_to = _changing("xchg"), _changing("max")
+_swap, _raise_to = changing("xchg"), changing("max")
 
 
 @instruction(types.void, types.int64)
@@ -142,6 +128,27 @@ def end(g, phase, num_done, num_pieces):  # type: ignore[no-untyped-def]
         slot, first = g[w.SLOT], g[w.PHASES]
         _raise_to(slot + 8 * w.CURRENT, first + (phase - first) // 256 * 256 + 256)
         wake(slot + 8 * w.SLOT_BED)
+
+
+@compiled
+def pieces(g, phase, num, step, goes_on=False):  # type: ignore[no-untyped-def]
+    """Yield first and last end of the pieces that this thread gets; then the next phase begins.
+
+    Args:
+        g, phase: the job, and the address of the phase.
+        num, step: how many units of work there are, and how many make a piece.
+        goes_on: whether the phase goes on afterwards, once all pieces are finished.
+    """
+    start, num_done = take(phase, step), 0
+    while start < num:
+        stop = min(start + step, num)
+        yield start, stop
+        num_done += stop - start
+        start = take(phase, step)
+    if goes_on:
+        wait_within(g, phase, num_done, num)
+    else:
+        end(g, phase, num_done, num)
 
 
 # --- jobs -----------------------------------------------------------------------------------------

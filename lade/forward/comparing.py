@@ -3,28 +3,19 @@
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from lade.compat import closeness
-from lade.forward import words
 
 # Tokens of the forwards by lade's kernels that are compared: one, and all remainders of tiles.
 _HELD = (1, 3, 8, 31)
 #: A request to users whose kernels are wrong.
 REPORT = "please report this with your CPU and model"
 _FAULTY = 10  # times the limit: no model amplifies rounding so far
-
-ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
-    words.SILU: functional.silu,
-    words.GELU: functional.gelu,
-    words.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
-    words.RELU: functional.relu,
-    words.RELU_SQUARED: lambda x: functional.relu(x).square(),
-}
 
 
 class UnsupportedForwardError(Exception):
@@ -51,25 +42,19 @@ def tolerance(values: Tensor) -> float:
 _Way = TypeVar("_Way")
 
 
-def only(
-    errors: Mapping[_Way, float], limit: float, function: Callable[[_Way], Any] = lambda way: way
-) -> _Way | None:
+def only(errors: Mapping[_Way, float], limit: float) -> _Way | None:
     """Return which of some ways of computing is that of a model; None if none is.
 
     Args:
         errors: how far off the results of each are.
         limit: on the right one's.
-        function: returns what a way computes.
 
     Raises:
-        UnsupportedForwardError: several functions are as near, so that nothing tells them apart.
+        UnsupportedForwardError: several are as near, so that nothing tells them apart.
     """
-    found = min(errors, key=errors.__getitem__, default=None)
-    if found is None or not errors[found] <= limit:
-        return None
-    functions = {function(way) for way, error in errors.items() if error <= limit}
-    require(len(functions) == 1, "several ways of computing give its results")
-    return found
+    found = [way for way, error in errors.items() if error <= limit]
+    require(len(found) < 2, "several ways of computing give its results")
+    return found[0] if found else None
 
 
 Forward = Callable[[int], Tensor]  # from a number of tokens of a text to their logits

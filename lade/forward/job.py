@@ -33,35 +33,33 @@ from lade.compat.attempts import Attempt
 from lade.compat.closeness import limit_of
 from lade.compat.view import viewed, with_forward
 from lade.forward import words
-from lade.forward.comparing import (
-    ACTIVATIONS,
-    Forward,
-    UnsupportedForwardError,
-    require,
-    why_wrong,
-)
-from lade.forward.experts import PARTS, STACKS, ExpertsPlan
+from lade.forward._rows import address_of
+from lade.forward.comparing import Forward, UnsupportedForwardError, require, why_wrong
+from lade.forward.experts import PARTS, STACKS, StacksPlan
 from lade.forward.linear import FORMATS, MOST_TOKENS, Products, is_plain, kernels
 from lade.forward.packed import PackedConv1D, PackedLinear, PackedStack, function_of, made_whole
 from lade.forward.reading import (
     AdditionPlan,
     CallPlan,
+    ColumnsPlan,
+    Constant,
     DecoderPlan,
     DecoderSizes,
-    HeadOrder,
-    InputsPlan,
+    ExpertsPlan,
     LatentsPlan,
-    LayerPlan,
-    NormPlan,
-    TransformPlan,
+    MixingPlan,
+    Place,
+    ProductsPlan,
+    RowsPlan,
+    RowsStep,
     adapters_of,
-    arranged,
     given_to,
     is_alike,
     products_of,
     read,
 )
 from lade.forward.recurrence import RecurrencePlan, added_by
+from lade.forward.watching import tensors_of
 from lade.forward.workers import Run, most_threads
 from lade.machine.threads import alone
 from lade.targets.inputs import LOGITS_KEPT
@@ -72,6 +70,9 @@ from lade.targets.rows import MOST_AT_ONCE
 # Tokens of the forwards by which it is found out whether jobs are faster; as a machine may be busy,
 # the model's own have to be so much faster.
 _TRIED, _CLEAR = (1, 8), 0.8
+# Words whose memory belongs to a forward, or to none.
+_OWN = {words.STATES, words.INPUTS, words.LOGITS, words.POSITIONS, words.NOTHING}
+_PACKED = "its weights are packed in a way that jobs do not read"
 #: Prompts of more tokens run by the model's own forwards if it has recurrences.
 MANY_TOKENS = 64
 _GIVEN = {
@@ -128,12 +129,11 @@ class _Piece(NamedTuple):
 
     start: int
     num: int
-    layers: tuple[int, int]  # the first one, and the one behind the last
+    phases: tuple[int, int]  # the first one, and the one behind the last
     kept: NDArray[np.int64]  # the ones of them whose logits are wanted
     job: NDArray[np.int64]  # the job's array (`words.py`)
-    angles: NDArray[np.int64]  # [rotary modules, 2], addresses of cosines and sines
-    inputs: list[int]  # addresses of what each layer gets besides states
-    refers_to: tuple[NDArray[np.int64], ...]  # arrays whose addresses the job has
+    given: NDArray[np.int64]  # addresses of what modules give, such as angles
+    refers_to: tuple[Any, ...]  # arrays whose addresses the job has
 
 
 class FusedForwards:
@@ -165,13 +165,14 @@ class FusedForwards:
         self.why_not: str | None = None
         plan = read(model)
         self._sizes = sizes = plan.sizes
-        heads = [layer.heads for layer in plan.layers if layer.heads is not None]
+        mixing = [layer.mixing for layer in plan.layers]
+        heads = [each.heads for each in mixing if each.heads is not None]
         of_heads = {size for each in heads for size in (each.size, each.size_of_value)}
         is_whole = all(each % compiled.LANES == 0 for each in of_heads)
         require(is_whole, "its heads are no whole number of vectors")
         across = [each.module for each in products_of(plan) if isinstance(each.module, Conv1D)]
         experts = [layer.experts for layer in plan.layers if layer.experts is not None]
-        lying = {each.inner for each in experts if each.lies & words.LIE_ACROSS}
+        lying = {x.stacks.inner for x in experts if x.stacks.lies & words.LIE_ACROSS}
         columns = {each.nf for each in across} | lying | {sizes.hidden for _ in lying}
         is_whole = all(each % compiled.LANES == 0 for each in columns)
         require(is_whole, "its columns are no whole number of vectors")
@@ -181,21 +182,15 @@ class FusedForwards:
         self._names = [names[each] for each in (plan.head, *plan.modules)]
         self._kinds = sorted({*plan.kinds})
         #: By layer that keeps tokens, what one adds to the cache, and the state of a recurrent one.
-        keeping = [each for each, layer in enumerate(plan.layers) if layer.keys_of is None]
-        self._states = [_added_by(plan.layers[each]) for each in keeping]
+        keeping = [number for number, each in enumerate(mixing) if each.keys_of is None]
+        self._states = [_added_by(mixing[each]) for each in keeping]
         #: The layers from here on write no keys: only tokens whose logits are wanted need them.
         self._num_writing = 1 + keeping[-1]
-        #: By layer, which of these has its keys and values.
-        self._keeper = np.array(
-            [
-                keeping.index(number if layer.keys_of is None else layer.keys_of)
-                for number, layer in enumerate(plan.layers)
-            ]
-        )
-        self._is_recurrent = any(layer.recurrence is not None for layer in plan.layers)
+        self._is_recurrent = any(each.recurrence is not None for each in mixing)
+        self._has_more = len(plan.last) > 2  # behind the layers than a program and the head
         self._is_slow = False
         self._workspaces: list[_Workspace] = []
-        self._weights = _Weights(plan, self._kinds, compiled, names)
+        self._weights = _Weights(plan, self._kinds, keeping, compiled, names)
         require(self._weights.fit(), "its weights are no plain matrices")
         self._is_unchanged = is_unchanged if any(adapters_of(plan)) else None
 
@@ -265,7 +260,7 @@ class FusedForwards:
                     and isinstance(kept, int)
                     and kept > 0
                 )
-                if self._weights.transform is not None or drops_tokens:
+                if self._has_more or drops_tokens:
                     return by_torch(**inputs)  # whose products' rows would depend on each other
                 hooked = tuple(each in with_hooks and has_hook(each) for each in layers)
                 run = partial(_run_by, *by_layers(), inputs)
@@ -303,34 +298,25 @@ class FusedForwards:
 
     def _by_job(self, request: _JobRequest) -> Tensor | None:
         """Return logits [num_rows, …, vocab_size]; None, with nothing written, if impossible."""
-        sizes, num = self._sizes, request.input_ids.shape[1]
-        input_ids, positions = self._weights.replaced(request.input_ids), request.positions
-        states = alone(lambda: self._weights.embedded(input_ids, positions))
-        if states.dtype is not torch.float32 or states.shape != (1, num, sizes.hidden):
-            return None
-        # Angles of all pieces at once: some depend on the length of the text.
-        angles = alone(lambda: self._angles(states, request))
-        make_inputs = self._weights.make_inputs
-        inputs = None if make_inputs is None else make_inputs(input_ids, states, self._product)
-        pieces = self._pieces(request, angles, inputs)
+        sizes, weights, num = self._sizes, self._weights, request.input_ids.shape[1]
+        # For all pieces at once: some angles depend on the length of the text.
+        given = alone(lambda: self._given(request))
+        pieces = self._pieces(request, given)
         if pieces is None:
             return None
+        states = torch.empty((num, sizes.hidden), dtype=torch.float32, device="cpu")
+        table, done = weights.table(request.held or _Held()), 0
         if request.by_layers is not None:
+            for piece in pieces if weights.starts[0] > 1 else ():  # what layers get besides states
+                self._run_piece(piece, states, table, (0, weights.starts[0]))
             logits = request.by_layers(partial(self._run_layer, request, pieces))
         else:
-            wide = _written(states)
             logits = states.new_empty((1, len(request.kept), sizes.vocab_size))
-            table, done = self._weights.table(request.held or _Held()), 0
-            transform = self._weights.transform
             for piece in pieces:
-                is_last = transform is None and piece.layers[1] == sizes.num_layers
+                is_last = piece.phases[1] == weights.num_phases
                 of_piece = logits[0, done:] if is_last else None
-                self._run_piece(piece, wide, table, piece.layers, of_piece)
+                self._run_piece(piece, states, table, piece.phases, of_piece)
                 done += len(piece.kept)
-            if transform is not None:
-                last = wide[torch.from_numpy(request.kept)][None]
-                logits = self._by_head(transform(last, self._product))
-            logits = sizes.finish(logits)
         for part in request.parts:
             part.cache.count(part.num)
         return logits
@@ -347,7 +333,7 @@ class FusedForwards:
             return self._by_head(states)
         if number > 0 and not hooked[number] and not hooked[number - 1]:
             return states  # it has run together with an earlier layer
-        wide = _written(states)
+        wide = states[0].clone(memory_format=torch.contiguous_format)
         end = number + 1
         while end < last and not hooked[number] and not hooked[end]:
             end += 1
@@ -355,8 +341,9 @@ class FusedForwards:
             raise ValueError(f"a layer has states of {len(wide)} tokens")
         held = (request.held or _Held()).part(number, end)
         table = self._weights.table(held, (number, end))
+        phases = self._weights.starts[number], self._weights.starts[end] + 1
         for piece in pieces:
-            self._run_piece(piece, wide, table, (number, end))
+            self._run_piece(piece, wide, table, phases)
         return wide[None]
 
     def _by_head(self, states: Tensor) -> Tensor:
@@ -369,30 +356,32 @@ class FusedForwards:
             raise ValueError("weights are no plain matrices any more")
         return self._products.product(states, linear.weight, linear.bias)
 
-    def _pieces(
-        self, request: _JobRequest, angles: Sequence[tuple[Tensor, ...]], inputs: Tensor | None
-    ) -> list[_Piece] | None:
+    def _pieces(self, request: _JobRequest, given: Sequence[Tensor]) -> list[_Piece] | None:
         """Describe the tokens that one job runs; None if no job can.
 
         Args:
             request: the forward.
-            angles: cosines and sines, float32 [1, num_tokens, …], of each rotary module.
-            inputs: what layers get besides states, float32 [num_layers, num_tokens, size], if any.
+            given: what modules give, float32 [num_tokens, …].
         """
         sizes, num, all_caches = self._sizes, request.input_ids.shape[1], self._caches(request)
         if all_caches is None:
             return None
+        starts, num_phases = self._weights.starts, self._weights.num_phases
+        num_inputs = dict(sizes.memory).get(words.INPUTS, 0)
+        inputs = torch.empty((num, num_inputs), dtype=torch.float32, device="cpu")
         step, pieces = MOST_TOKENS if len(request.parts) == 1 else num, []
         spans = [(start, min(step, num - start)) for start in range(0, num, step)]
-        ends = [(0, sizes.num_layers)] * len(spans)
+        ends = [(0, num_phases)] * len(spans)
         may_drop = self._num_writing < sizes.num_layers and request.by_layers is None
         if may_drop and len(request.parts) == 1 and request.kept.tolist() == [num - 1] != [0]:
-            ends = [(0, self._num_writing)] * len(spans) + [(self._num_writing, sizes.num_layers)]
+            middle = starts[self._num_writing]
+            ends = [(0, middle + 1)] * len(spans) + [(middle, num_phases)]
             spans.append((num - 1, 1))
-        for (start, size), layers in zip(spans, ends, strict=True):
+        for (start, size), phases in zip(spans, ends, strict=True):
             caches = all_caches.copy()
             caches[..., words.NUM_KEYS] -= num - start - size
-            at = np.array([[each[:, start:].data_ptr() for each in pair] for pair in angles])
+            at = np.array([each[start:].data_ptr() for each in given], np.int64)
+            positions = request.positions[0, start:]
             parts = np.array(
                 [
                     (part.first, min(part.num, size), *_place_of(part.masks[kind], start))
@@ -401,19 +390,18 @@ class FusedForwards:
                 ]
             )
             job = np.zeros(words.JOB_SIZE, np.int64)
-            of_model = sizes.hidden, sizes.num_layers, sizes.vocab_size
-            job[: words.STATES] = size, *of_model, most_threads()
+            job[words.NUM_TOKENS], job[words.HIDDEN] = size, sizes.hidden
+            job[words.NUM_THREADS] = most_threads()
             job[words.TILES] = self._kernels.run_tiles().address
             job[words.PARTS], job[words.NUM_PARTS] = parts.ctypes.data, len(request.parts)
             job[words.CACHES] = caches.ctypes.data
             job[words.BETWEEN_SIZE] = sizes.between
-            job[words.FACTORS] = at[-1, 0] if sizes.factors is not None else 0
-            job[words.SCORES_SIZE] = sizes.num_experts + 1
+            job[words.POSITIONS] = positions.data_ptr()
+            job[words.INPUTS] = inputs[start:].data_ptr()
             inside = request.kept[(request.kept >= start) & (request.kept < start + size)]
-            inside = inside[: len(inside) if layers[1] == sizes.num_layers else 0]
-            of_layers = [] if inputs is None else [each[start:].data_ptr() for each in inputs]
-            made = job, at, of_layers, (parts, caches)
-            pieces.append(_Piece(start, size, layers, inside - start, *made))
+            inside = inside[: len(inside) if phases[1] == num_phases else 0]
+            made = job, at, (parts, caches, positions, inputs)
+            pieces.append(_Piece(start, size, phases, inside - start, *made))
         return pieces
 
     def _run_piece(
@@ -421,36 +409,28 @@ class FusedForwards:
         piece: _Piece,
         states: Tensor,
         table: NDArray[np.int64],
-        layers: tuple[int, int],
+        phases: tuple[int, int],
         logits: Tensor | None = None,
     ) -> None:
-        """Run some layers on tokens, and write their keys and values.
+        """Run some phases on tokens, and write their keys and values.
 
         Args:
             piece: the tokens.
             states: float32 [num_tokens, hidden_size] of all pieces, which are overwritten.
-            table: a table of `_Weights.table`; gets the addresses of the piece's angles.
-            layers: the first layer, and the one behind the last.
-            logits: gets the logits of the kept tokens; None if more layers follow.
+            table: a table of `_Weights.table`; gets the addresses of what modules give.
+            phases: the first phase, and the one behind the last.
+            logits: gets the logits of the kept tokens; None if more phases follow.
         """
-        job, num, (first, end) = piece.job.copy(), piece.num, layers
+        job, num, (first, end) = piece.job.copy(), piece.num, phases
         turning = self._weights.turning
-        if len(turning):
-            table[turning[:, 0], words.COS : words.SIN + 1] = piece.angles[turning[:, 1]]
-        if piece.inputs:
-            table[: self._sizes.num_layers, words.INPUTS] = piece.inputs
-        job[words.ADDITIONS] = table[self._sizes.num_layers + 1 :].ctypes.data
-        last = table[self._sizes.num_layers]
-        job[words.LAST_NORM :] = last[: words.NORM_SIZE + words.PRODUCT_SIZE]
+        table.reshape(-1)[turning[:, 0]] = piece.given[turning[:, 1]]
+        job[words.ADDITIONS] = table[self._weights.num_phases :].ctypes.data
         job[words.STATES] = states.data_ptr() + 4 * self._sizes.hidden * piece.start
-        job[words.NUM_LAYERS] = end - first
-        job[words.LAYERS] = table.ctypes.data + 8 * words.LAYER_SIZE * first
-        job[words.CACHES] += 8 * words.CACHE_SIZE * job[words.NUM_PARTS] * first
+        job[words.LIST], job[words.NUM_PHASES] = table[first:].ctypes.data, end - first
         num_threads = int(job[words.NUM_THREADS])
         workspace = self._workspace(num, num_threads)
         workspace.describe(job)
         if logits is None:
-            job[words.LAST_NORM :] = job[words.VOCAB_SIZE] = 0
             job[words.KEPT], job[words.NUM_KEPT] = job[words.EVERY], num
         else:
             job[words.KEPT], job[words.NUM_KEPT] = piece.kept.ctypes.data, len(piece.kept)
@@ -459,12 +439,12 @@ class FusedForwards:
         self._workspaces.append(workspace)
 
     def _caches(self, request: _JobRequest) -> NDArray[np.int64] | None:
-        """Return addresses in the caches by layer and part, CACHE_SIZE each; None if unknown."""
+        """Return addresses in the caches by layer that keeps keys, and part; None if unknown."""
         found = [part.cache.slot_addresses(part.num, self._states) for part in request.parts]
         known = [each for each in found if each is not None]
         if len(known) < len(found):
             return None
-        caches: NDArray[np.int64] = np.stack(known, axis=1)[self._keeper]
+        caches: NDArray[np.int64] = np.stack(known, axis=1)
         num_keys = caches[..., words.NUM_KEYS]
         for number, part in enumerate(request.parts):
             for kind, mask in enumerate(part.masks):
@@ -474,23 +454,24 @@ class FusedForwards:
                     return None
         return caches
 
-    def _angles(self, states: Tensor, request: _JobRequest) -> list[tuple[Tensor, ...]]:
-        """Let the model make its angles: cosines and sines, float32 [1, num_tokens, …].
-
-        If queries have factors, these come last, twice.
-        """
-        positions, model = request.positions, request.model
+    def _given(self, request: _JobRequest) -> list[Tensor]:
+        """Let the model make its embedding and angles, and what else is of positions alone."""
+        positions, model, num = request.positions, request.model, request.positions.shape[1]
         assert model is not None
-        given = {words.STATES_GIVEN: states, words.POSITIONS_GIVEN: positions}
-        given[words.AXES_GIVEN] = positions.expand(3, -1, -1)
-        made = []
-        for name, plan, how in self._weights.rotaries:
+        given = {words.POSITIONS_GIVEN: positions, words.AXES_GIVEN: positions.expand(3, -1, -1)}
+        given[words.TOKENS_GIVEN] = self._weights.replaced(request.input_ids)
+        given[words.STATES_GIVEN] = torch.zeros(1, dtype=torch.float32, device="cpu").expand(
+            1, num, self._sizes.hidden
+        )
+        made, found = [], []
+        for name, plan in self._weights.calls:
             args, kwargs = given_to(plan, given)
-            angles = arranged(model.get_submodule(name)(*args, **kwargs), how)
-            made.append(tuple(each.float().contiguous() for each in angles))
-        if self._sizes.factors is not None:
-            made.append((self._sizes.factors(positions).float(),) * 2)
-        return made
+            made.append(tensors_of(model.get_submodule(name)(*args, **kwargs)))
+        for call, part, size in self._weights.wanted:
+            each = made[call][part]
+            real = torch.view_as_real(each) if each.is_complex() else each
+            found.append(real.float().reshape(num, size).contiguous())
+        return found
 
     def _workspace(self, num_tokens: int, num_threads: int) -> "_Workspace":
         """Return memory for so many tokens that no other thread uses."""
@@ -498,7 +479,8 @@ class FusedForwards:
             found = self._workspaces.pop()
             if found.fits(num_tokens, num_threads):
                 return found
-        return _Workspace(self._kernels, self._sizes, num_tokens, num_threads)
+        of_plan = self._sizes, self._weights.num_phases
+        return _Workspace(self._kernels, *of_plan, num_tokens, num_threads)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -614,11 +596,6 @@ def _place_of(mask: Tensor | None, start: int) -> tuple[int, int]:
     return (0, 0) if mask is None else (mask[start:].data_ptr(), mask.stride(0))
 
 
-def _written(states: Tensor) -> Tensor:
-    """Return a copy of states [1, num_tokens, hidden_size] that a job may write to."""
-    return states[0].clone(memory_format=torch.contiguous_format)
-
-
 class _Held:
     """Keeps the memory of weights alive while their addresses are in use.
 
@@ -642,280 +619,304 @@ class _Held:
         self.addresses = [*map(Tensor.data_ptr, self._memory)]
 
 
-def _calling(plan: CallPlan) -> Callable[[Mapping[Any, Any]], Any]:
-    """Return a function that calls a module, weakly referenced, with tensors for placeholders."""
-    module, unheld = _reference(plan.module), plan._replace(module=None)
-
-    def call(tensors: Mapping[Any, Any]) -> Any:
-        args, kwargs = given_to(unheld, tensors)
-        return module()(*args, **kwargs)
-
-    return call
-
-
-def _giving_inputs(plan: InputsPlan, num_layers: int) -> Callable[..., Tensor]:
-    """Return a function of tokens, states and products that gives what layers get besides states.
-
-    torch's products of several tokens depend on how many they are, so its own are not used.
-    """
-    linear, norm, look = _reference(plan.product), _reference(plan.norm), _calling(plan.embedding)
-
-    def give(tokens: Tensor, states: Tensor, product: Callable[[Tensor, Any], Tensor]) -> Tensor:
-        shape = *tokens.shape, num_layers, -1
-        made = norm()((product(states, linear()) * plan.times).view(shape))
-        whole: Tensor = (made + look({words.TOKENS_GIVEN: tokens}).view(shape)) * plan.scale
-        return whole[0].transpose(0, 1).contiguous()
-
-    return give
+def _program_of(plan: RowsPlan) -> int:
+    """Return the address of a program, compiled; it takes scratch memory, and all places."""
+    given = [f"row(given[0], {plan.num_scratch})"]
+    sizes = [size for _, size in plan.places]
+    sizes[plan.num_inputs : plan.num_inputs] = plan.sizes
+    require(len(sizes) <= words.MOST_PLACES, "a program of rows takes too much")
+    kinds = ["integers" if place.word == words.POSITIONS else "row" for place, _ in plan.places]
+    kinds[plan.num_inputs : plan.num_inputs] = ["row"] * len(plan.sizes)
+    pairs = enumerate(zip(kinds, sizes, strict=True), 1)
+    given += [f"{kind}(given[{number}], {size})" for number, (kind, size) in pairs]
+    return address_of(plan.text, given, plan.tables)
 
 
-def _transforming(plan: TransformPlan) -> Callable[[Tensor, Callable[[Tensor, Any], Tensor]], Any]:
-    """Return a function that transforms states by a plan, whose modules are weakly referenced."""
-    first, linear, last = map(_reference, (plan.first, plan.linear, plan.last))
-    activation, has_first = ACTIVATIONS[plan.activation], plan.first is not None
-
-    def transform(states: Tensor, product: Callable[[Tensor, Any], Tensor]) -> Any:
-        given = first()(states) if has_first else states
-        return last()(activation(product(given, linear())))
-
-    return transform
-
-
-def _reference(module: nn.Module | None) -> Callable[[], Any]:
-    return (lambda: None) if module is None else weakref.ref(module)
+def _columns_of(plan: ColumnsPlan) -> int:
+    """Return the address of what is compiled for columns."""
+    given = [f"row(given[{1 + number}], given[0])" for number in range(plan.num_inputs)]
+    for number, (*_, step) in enumerate(plan.constants, 1 + plan.num_inputs):
+        given.append(f"row(given[{number}], {'given[0]' if step else 1})")
+    given.append(f"row(given[{1 + plan.num_inputs + len(plan.constants)}], given[0])")
+    return address_of(plan.text, ["given[0]", *given])
 
 
 class _Weights:
-    """Addresses of a plan's weights, in the form of a job; looked up anew for each forward.
+    """A plan as the rows of a job, with addresses of weights, looked up anew for each forward.
 
     Attributes:
         head: a weak reference to the module that makes logits of states.
-        make_inputs: gives what layers get besides states, float32 [num_layers, num_tokens, size],
-            for tokens, states and a function for products; None if they get nothing.
-        transform: turns the last states into the head's input, given a function for products; None
-            if there is only a norm between them, or nothing.
-        of_kind: numbers of the layers that have each kind of mask.
-        rotaries: names of the modules that make angles, what they get, and the angles' arrangement.
-        turning: int64 [layers with angles, 2], numbers of the layer and of its rotary module.
+        num_phases: number of all phases.
+        starts: the first phase of each layer, and of what follows.
+        of_kind: numbers of the caches that each kind of mask is for.
+        calls: names of the modules that make embeddings and angles, and what they get.
+        wanted: what is used of these: number of the call and of its result, numbers of a token.
+        turning: int64 [addresses, 2], where each is in the table, and its number in `wanted`.
     """
 
     def __init__(
         self,
         plan: DecoderPlan,
         kinds: Sequence[str],
+        keeping: Sequence[int],
         compiled: Any,
         names: Mapping[nn.Module, str],
     ) -> None:
-        end = len(plan.layers)
-        calls, self._scale, first_norm, replaced = plan.embedding
-        ids = torch.tensor(replaced, dtype=torch.int64, device="cpu") if replaced else None
-        self._replaced = None if ids is None else ids.unbind(1)
-        self._lookups = [*map(_calling, calls)]
-        self._first_norm = _reference(first_norm)
-        self.make_inputs = None if plan.inputs is None else _giving_inputs(plan.inputs, end)
+        self._all_names, self._compiled = names, compiled
+        ids = torch.tensor(plan.replaced, dtype=torch.int64, device="cpu")
+        self._replaced = ids.unbind(1) if plan.replaced else None
         self.head: Callable[[], Any] = weakref.ref(plan.head)
-        self.transform = None if plan.transform is None else _transforming(plan.transform)
-        # Rows behind the layers': last norm and head, then additions, then experts, recurrences and
-        # latents.
-        of_more = 1 + sum(len(each.added) for each in products_of(plan))
-        of_layers = [(layer.experts, layer.recurrence, layer.latents) for layer in plan.layers]
-        num_rows = end + of_more + sum(each is not None for those in of_layers for each in those)
-        self._table = np.zeros((num_rows, words.LAYER_SIZE), np.int64)
-        indices = [kinds.index(kind) for kind in plan.kinds]
-        self.of_kind = [np.flatnonzero(np.array(indices) == kind) for kind in range(len(kinds))]
-        # Parameters by module and name, with the number of their word and an offset in bytes. The
-        # last norm and the head count as the layer after the last; additions follow.
+        lists = [plan.ahead, *(layer.phases for layer in plan.layers), plan.last]
+        self.num_phases = sum(_num_rows(each) for phases in lists for each in phases)
+        # Behind phases: additions, then what describes programs, and what mixes tokens.
+        num = self.num_phases + sum(len(each.added) for each in products_of(plan))
+        self._rows = [np.zeros(words.ROW_SIZE, np.int64) for _ in range(num)]
+        self._num_filled = self._num_added = 0
+        # Parameters by module and name, with the number of their word and an offset in bytes.
         self._slots: list[tuple[Any, ...]] = []
         self._absent: list[tuple[int, Callable[[], Any], str]] = []  # parameters that are None
-        bounds = [0]  # index of the first parameter of each layer, and of the parts behind
-        self.rotaries: list[tuple[str, CallPlan, int]] = []
-        turning: list[tuple[int, int]] = []
-        known: dict[tuple[int, int], int] = {}
-        num_added, ends = 0, range(words.INNER_SIZE)
-        for number, layer in enumerate(plan.layers):
-            row, between, rotary = self._table[number], 0, layer.rotary
-            if rotary is not None:
-                which = known.setdefault((id(rotary), layer.arrangement), len(known))
-                if which == len(self.rotaries):
-                    given = names[rotary.module], rotary._replace(module=None)
-                    self.rotaries.append((*given, layer.arrangement))
-                turning.append((number, which))
-            for word, norm in zip(ends[: words.QUERY : words.NORM_SIZE], layer.norms, strict=True):
-                self._add_norm(number, word, norm)
-            words_of = ends[words.QUERY :: words.PRODUCT_SIZE]
-            for word, product in zip(words_of, layer.products, strict=True):
-                row[word + words.FIRST_ADDED] = num_added
-                if product is not None:
-                    row[word + words.NUM_COLUMNS] = product.num
-                    self._add_matrix(number, word, product.module, product.first)
-                    for added in product.added:
-                        self._add_addition(end + 1 + num_added, added, product.first, between)
-                        between += added.first.out_features
-                        num_added += 1
-                row[word + words.END_ADDED] = num_added
-            if layer.experts is not None:
-                self._add_experts(end + of_more, layer.experts)
-                row[words.EXPERTS], of_more = of_more, of_more + 1
-            if layer.recurrence is not None:
-                self._add_recurrence(end + of_more, layer.recurrence)
-                row[words.RECURRENCE], of_more = of_more, of_more + 1
-            if layer.latents is not None:
-                self._add_latents(end + of_more, layer.latents, compiled)
-                row[words.LATENT], of_more = of_more, of_more + 1
-            if layer.heads is not None:
-                *sizes, times = layer.heads
-                row[words.NUM_HEADS : words.LATENT] = *sizes, _bits(times)
-            row[words.RUN_ATTENTION : words.NUM_HEADS] = _jobs_of(layer, compiled)
-            row[words.INNER_SIZE], row[words.INPUT_SIZE] = layer.inner, layer.of_inputs
-            row[words.READS] = layer.keys_of is not None
-            if layer.scalar is not None:
-                self._add(number, words.SCALAR, plan.modules[number], layer.scalar)
-            row[words.ACTIVATION], row[words.TURN] = layer.activation, layer.turn
-            row[words.TURNED], row[words.SEES] = layer.num_turned, indices[number]
-            row[words.SCALING] = _bits(layer.scaling)
-            row[words.SOFTCAP], row[words.FACTOR] = _bits(layer.softcap), _bits(layer.factor)
-            row[words.IS_PARALLEL], row[words.SCALED] = layer.is_parallel, layer.is_scaled
-            row[words.NUM_GROUPS : words.MIXED_SIZE] = _flat(layer.order)
-            row[words.MIXED_SIZE], row[words.ATTENDED_SIZE] = layer.mixed, layer.attended
-            if layer.convolution is not None:
-                row[words.TAPS] = layer.convolution.kernel_size[0]
-                self._add(number, words.CONVOLUTION, layer.convolution, "weight")
-                self._add(number, words.CONVOLUTION_BIAS, layer.convolution, "bias")
-            if layer.sinks is not None:
-                self._add(number, words.SINKS, layer.sinks, "sinks")
-            bounds.append(len(self._slots))
-        self._add_norm(end, 0, plan.norm)
-        self._table[end, words.NORM_SIZE + words.NUM_COLUMNS] = plan.head.out_features
-        self._add_matrix(end, words.NORM_SIZE, plan.head)
-        self.turning = np.array(turning, np.int64).reshape(-1, 2)
+        self._bounds: list[int] = []  # index of the first parameter of each layer, and behind
+        self.starts: list[int] = []
+        self.calls: list[tuple[str, CallPlan]] = []
+        self.wanted: list[tuple[int, int, int]] = []
+        self._turning: list[tuple[int, int]] = []
+        seen = [set[int]() for _ in kinds]
+        for number, phases in enumerate(lists):
+            if number > 0:
+                self.starts.append(self._num_filled)
+                self._bounds.append(len(self._slots))
+            if 0 < number <= len(plan.layers):
+                layer = plan.layers[number - 1]
+                kind, keys_of = kinds.index(plan.kinds[number - 1]), layer.mixing.keys_of
+                cache = keeping.index(number - 1 if keys_of is None else keys_of)
+                seen[kind].add(cache)
+                self._add_phases(phases, kind, cache)
+                at_end = self._add_rows(layer.at_end)
+                self._rows[self._num_filled][words.AT_END] = at_end
+            else:
+                self._add_phases(phases)
+        self.of_kind = [np.array(sorted(each), np.int64) for each in seen]
+        self._table = np.stack(self._rows)
+        self.turning = np.array(self._turning, np.int64).reshape(-1, 2)
         slots = zip(*self._slots, strict=True)
         self._modules, self._kinds, self._names, index, starts, self._known = slots
-        self._index, self._starts, self._bounds = np.array(index), np.array(starts), bounds
+        self._index, self._starts = np.array(index), np.array(starts)
 
-    def _add_norm(self, number: int, word: int, norm: NormPlan | None) -> None:
-        if norm is not None:
-            self._table[number, word + words.FLAGS] = norm.flags
-            self._table[number, word + words.EPS] = _bits(norm.eps)
-            self._add(number, word + words.NORM_WEIGHT, norm.module, "weight")
-            self._add(number, word + words.NORM_BIAS, norm.module, "bias")
+    def _add_phases(self, phases: Iterable[Any], kind: int = 0, cache: int = 0) -> None:
+        """Describe phases, with the number of the layer's masks and of its cache."""
+        for phase in phases:
+            row, number = self._rows[self._num_filled], self._num_filled
+            if type(phase) is RowsStep:
+                row[words.TOKENS], row[words.BEFORE] = phase.tokens, self._add_rows(phase.before)
+                row[words.AT_END] += self._add_rows(phase.at_end)
+            elif type(phase) is ProductsPlan:
+                self._add_products(number, phase)
+            else:
+                is_mixing = type(phase) is MixingPlan
+                add: Any = self._add_mixing if is_mixing else self._add_experts
+                of, run = self._add_row(), _job_of(phase, self._compiled)
+                add(len(self._rows) - 1, phase)
+                for step in range(_num_rows(phase)):
+                    row = self._rows[number + step]
+                    row[words.RUN : words.CACHE + 1] = run, step, of, kind, cache
+            self._num_filled += _num_rows(phase)
+
+    def _add_products(self, number: int, plan: ProductsPlan) -> None:
+        row, between = self._rows[number], 0
+        row[words.GIVEN], row[words.NUM_GIVEN] = plan.given, plan.products[0].num_inputs
+        row[words.TARGET], row[words.NUM_MADE] = plan.target, plan.num_made
+        row[words.COLUMNS], row[words.TOKENS] = self._add_columns(plan.columns), plan.tokens
+        if plan.beside is not None:
+            row[words.BESIDE : words.BESIDE_STEP + 1] = plan.beside[:3]
+        for word in range(0, words.GIVEN, words.PRODUCT_SIZE):
+            index = word // words.PRODUCT_SIZE
+            row[word + words.FIRST_ADDED] = self._num_added
+            if index < len(plan.products):
+                product = plan.products[index]
+                self._add_matrix(number, word, product.module, product.first)
+                row[word + words.NUM_COLUMNS] = product.num
+                for added in product.added:
+                    of_added = self.num_phases + self._num_added
+                    self._add_addition(of_added, added, product.first, between)
+                    between += added.first.out_features
+                    self._num_added += 1
+            row[word + words.END_ADDED] = self._num_added
+
+    def _add_mixing(self, number: int, plan: MixingPlan) -> None:
+        row, (scaling, softcap, sinks) = self._rows[number], plan.settings
+        row[words.ATTENDED_SIZE], row[words.QUERIES_SIZE] = plan.attended, plan.row_of_queries
+        row[words.SCALING], row[words.SOFTCAP] = _bits(scaling), _bits(softcap)
+        row[words.READS], row[words.HEADS] = plan.keys_of is not None, self._add_rows(plan.rows)
+        if sinks is not None:
+            self._add(number, words.SINKS, sinks, "sinks")
+        if plan.heads is not None:
+            row[words.NUM_HEADS : words.READS] = plan.heads
+        if plan.convolution is not None:
+            row[words.TAPS] = plan.convolution.kernel_size[0]
+            self._add(number, words.CONVOLUTION, plan.convolution, "weight")
+            self._add(number, words.CONVOLUTION_BIAS, plan.convolution, "bias")
+        if plan.recurrence is not None:
+            self._add_recurrence(number, plan.recurrence)
+        if plan.latents is not None:
+            self._add_latents(number, plan.latents)
+
+    def _add_row(self) -> int:
+        """Add a row to the table; return its number among those behind the layers, from 1 on."""
+        self._rows.append(np.zeros(words.ROW_SIZE, np.int64))
+        return len(self._rows) - self.num_phases
+
+    def _add_rows(self, plan: RowsPlan | None) -> int:
+        """Add the row that describes a program; return its number, 0 for none."""
+        if plan is None:
+            return 0
+        number, places = self._add_row(), [*plan.places]
+        row, index = self._rows[-1], len(self._rows) - 1
+        row[words.PROGRAM] = _program_of(plan)
+        constants = [(each, 0) for each in plan.constants]
+        whole: list[Any] = [*places[: plan.num_inputs], *constants, *places[plan.num_inputs :]]
+        row[words.NUM_PLACES] = len(whole)
+        for each, (place, size) in enumerate(whole):
+            word = words.PLACES + 3 * each
+            if isinstance(place, Constant):
+                row[word] = words.NOTHING
+                self._add(index, word + 1, place.module, place.name)
+                continue
+            step = 8 if place.word == words.POSITIONS else 4 * (place.step or size)
+            row[word : word + 3] = place.word, 4 * place.first, step
+            if place.made is not None:
+                row[word + 1] = 0
+                at = index * words.ROW_SIZE + word + 1
+                self._turning.append((at, self._number_of(place, size)))
+        for module in dict.fromkeys(each.module for each in plan.constants):
+            for name, held in module._parameters.items():
+                if held is None:
+                    self._absent.append((len(self._slots), weakref.ref(module), name))
+        return number
+
+    def _number_of(self, place: Place, size: int) -> int:
+        """Return the number of what a call gives, among all that is wanted."""
+        assert place.made is not None
+        made = self._all_names[place.made.module], place.made._replace(module=None)
+        if made not in self.calls:
+            self.calls.append(made)
+        wanted = self.calls.index(made), place.first, size
+        if wanted not in self.wanted:
+            self.wanted.append(wanted)
+        return self.wanted.index(wanted)
+
+    def _add_columns(self, plan: ColumnsPlan | None) -> int:
+        """Add the row that describes what becomes of columns; return its number, 0 for none."""
+        if plan is None:
+            return 0
+        number, row, index = self._add_row(), self._rows[-1], len(self._rows) - 1
+        row[words.PROGRAM], row[words.NUM_INPUTS] = _columns_of(plan), plan.num_inputs
+        row[words.NUM_CONSTANTS] = len(plan.constants)
+        for each, (constant, first, step) in enumerate(plan.constants):
+            word = words.CONSTANTS + 2 * each
+            self._add(index, word, constant.module, constant.name, start=4 * first)
+            row[word + 1] = 4 * step
+        return number
 
     def _add_addition(self, number: int, added: AdditionPlan, column: int, start: int) -> None:
-        row = self._table[number]
+        row = self._rows[number]
         require(type(added.second) is nn.Linear, "what is added to a product is packed")
         self._add_matrix(number, 0, added.first)
         self._add_matrix(number, words.SECOND, added.second, column)
-        row[words.NUM_COLUMNS], row[words.START] = added.first.out_features, start
+        row[words.START] = start
         row[words.TIMES] = _bits(added.times)
 
     def _add_experts(self, number: int, plan: ExpertsPlan) -> None:
-        row, routing = self._table[number], plan.routing
-        row[words.ROUTER + words.NUM_COLUMNS] = len(plan.router.weight)
-        if isinstance(plan.router, nn.Linear):
-            self._add_matrix(number, words.ROUTER, plan.router)
-        else:
-            self._add(number, words.ROUTER + words.WEIGHT, plan.router, "weight")
-            self._add(number, words.ROUTER + words.BIAS, plan.router, "bias")
+        row, stacks = self._rows[number], plan.stacks
+        self._add_matrix(number, words.ROUTER, plan.router)
         if plan.shared_gate is not None:
-            row[words.SHARED_GATE + words.NUM_COLUMNS] = 1
             self._add_matrix(number, words.SHARED_GATE, plan.shared_gate)
-        row[words.NUM_CHOSEN], row[words.WEIGHS] = plan.num_chosen, routing.weighs
-        row[words.ROUTING], row[words.SHARE] = routing.flags, _bits(routing.share)
-        row[words.ADDED_TO_SUM] = _bits(routing.added)
-        row[words.NUM_SETS], row[words.NUM_SETS_CHOSEN] = routing.groups
-        row[words.EXPERT_INNER] = plan.inner
-        if plan.correction is not None:
-            self._add(number, words.CORRECTION, *plan.correction)
-        row[words.LIES], row[words.GATING] = plan.lies, plan.gating.activation
-        row[words.ALPHA : words.ADDED_TO_UP + 1] = [*map(_bits, plan.gating[1:])]
-        held = vars(plan.module)
-        if type(held.get(STACKS[0])) is PackedStack:
-            self._add_packed_experts(number, plan, [held[name] for name in STACKS[:2]])
-            return
-        first_words = words.EXPERT_GATE_UP, words.EXPERT_DOWN, words.GATE_UP_BIAS, words.DOWN_BIAS
-        for word, name in zip(first_words, STACKS, strict=True):
-            self._add(number, word, plan.module, name)
+        row[words.NUM_CHOSEN], row[words.EXPERT_INNER] = plan.num_chosen, stacks.inner
+        row[words.CHOOSE] = self._add_rows(plan.choose)
+        self._add_stacks(number, stacks)
+        alternates = row[words.LIES] & words.ALTERNATE  # files have gate and up apart
+        text = stacks.gating if alternates else stacks.gating.replace("[2 * i]", "[i]")
+        row[words.GATING] = _columns_of(ColumnsPlan(text, 2, ()))
 
-    def _add_packed_experts(
-        self, number: int, plan: ExpertsPlan, stacks: list[PackedStack]
-    ) -> None:
-        row, module = self._table[number], plan.module
-        of_parts = words.EXPERT_GATE_UP, words.EXPERT_UP, words.EXPERT_DOWN
-        if stacks[0].is_one:  # as the model stores it, in 16 bits
-            for word, index, name, stack in zip(
-                of_parts[::2], (0, 2), PARTS[:3:2], stacks, strict=True
-            ):
-                weight = stack.parts[0]
-                if plan.lies & words.LIE_ACROSS:
-                    row[words.OF_STACKS] = FORMATS[weight.dtype]
-                else:
-                    self._pack_experts(row, index, stack.blocks[0], stack.ggml_types[0])
-                self._add(number, word, module, name, weight.dtype)
-            row[words.GATE_PACKED + 1] = row[words.GATE_PACKED]
-            row[words.GATE_ROW + 1] = row[words.GATE_ROW]
-            biases: tuple[str, ...] = STACKS[2:]
-        else:
-            parts = (
-                pair for each in stacks for pair in zip(each.parts, each.ggml_types, strict=True)
-            )
-            for index, (part, format_) in enumerate(parts):
-                self._pack_experts(row, index, part, format_)
-            row[words.LIES] = 0  # as files have gate and up, whatever the module wants
-            for word, name in zip(of_parts, PARTS[:3], strict=True):
-                self._add(number, word, module, name, torch.uint8)
-            biases = PARTS[3], STACKS[3]
-        for word, name in zip((words.GATE_UP_BIAS, words.DOWN_BIAS), biases, strict=True):
+    def _add_stacks(self, number: int, plan: StacksPlan) -> None:
+        """Describe gate, up and down of all experts, each as one product."""
+        module, inner, row = plan.module, plan.inner, self._rows[number]
+        names: tuple[str, ...] = STACKS[:2]
+        biases, formats = STACKS[2:], list[int | None]((None, None))
+        stacks: list[Any] = [vars(module).get(name) for name in names]
+        if type(stacks[0]) is PackedStack:
+            formats = [each for stack in stacks for each in stack.ggml_types]
+            names = PARTS[: 3 : 4 - len(formats)]
+        if len(names) == 2:  # gate and up are one stack
+            names, formats, row[words.LIES] = (names[0], *names), [formats[0], *formats], plan.lies
+        else:  # as files have them, whatever the module wants
+            inner, biases = 0, (PARTS[3], STACKS[3])
+        of_words = words.EXPERT_GATE, words.EXPERT_UP, words.EXPERT_DOWN
+        of_biases = words.GATE_UP_BIAS, words.EXPERT_DOWN + words.BIAS
+        across = bool(row[words.LIES] & words.LIE_ACROSS)
+        firsts = 0, inner, 0
+        for word, name, format_, first in zip(of_words, names, formats, firsts, strict=True):
+            self._add_weight(number, word, module, name, format_, across, first)
+        for word, name in zip(of_biases, biases, strict=True):
             self._add(number, word, module, name)
 
-    def _pack_experts(self, row: Any, index: int, part: Tensor, format_: int) -> None:
-        function = function_of(part[0], format_)
-        require(function is not None, "its experts are in a format that jobs do not read")
-        row[words.GATE_PACKED + index] = function.address  # type: ignore[union-attr]
-        row[words.GATE_ROW + index] = part.shape[2]
-
     def _add_recurrence(self, number: int, plan: RecurrencePlan) -> None:
-        row = self._table[number]
-        row[words.KEY_HEADS : words.COLUMNS] = plan.heads
-        row[words.COLUMNS : words.CHANNELS] = *plan.columns, *plan.steps
-        row[words.CHANNELS : words.NUM_NORMED] = plan.channels
-        row[words.NUM_NORMED], row[words.IS_DELTA] = plan.num_normed, plan.is_delta
-        for word, name in enumerate(plan.names, words.DECAY_BIASES):
-            self._add(number, word, plan.module, name)
+        row = self._rows[number]
+        row[words.KEY_HEADS : words.CHANNELS] = plan.heads
+        row[words.CHANNELS : words.IS_DELTA] = plan.channels
+        row[words.IS_DELTA], row[words.GIVEN_SIZE] = plan.is_delta, plan.row
+        if plan.skips is not None:
+            self._add(number, words.SKIPS, *plan.skips)
 
-    def _add_latents(self, number: int, plan: LatentsPlan, compiled: Any) -> None:
-        row, products = self._table[number], {words.EXPAND: plan.expand}
+    def _add_latents(self, number: int, plan: LatentsPlan) -> None:
+        row, products = self._rows[number], {words.EXPAND: plan.expand}
         if plan.query is not None:
             products[words.SECOND_QUERY] = plan.query
         for word, product in products.items():
-            row[word + words.NUM_COLUMNS] = product.num
             self._add_matrix(number, word, product.module)
         expand: Any = plan.expand.module.weight
         require(expand.dtype in FORMATS, "what latents are expanded by is in blocks")
         row[words.OF_EXPAND] = FORMATS[expand.dtype]
-        row[words.STRAIGHT : words.ATTEND] = plan[2:]
-        row[words.ATTEND] = compiled.run_attention().address
+        row[words.STRAIGHT : words.ATTEND] = plan[2:5]
+        row[words.ATTEND] = self._compiled.run_attention().address
+        row[words.TURN], row[words.TURNED_PLACE] = self._add_rows(plan.turn), plan.of_row
+        row[words.MIXED_SIZE] = plan.mixed
 
     def _add_matrix(self, number: int, word: int, module: Any, column: int = 0) -> None:
-        """Add weight and bias of a linear layer, from one of its columns on."""
-        if type(module) is PackedLinear:
-            function = function_of(module.blocks, module.ggml_type)
-            half, of_row = module.half_head, module.blocks.shape[1]
-            require(
-                function is not None and not (column and half), "its weights are packed otherwise"
-            )
-            packed = function.address, of_row, half  # type: ignore[union-attr]
-            self._table[number, word + words.PACKED : word + words.HALF + 1] = packed
-            start, dtype = column * of_row, module.weight.dtype
-        elif isinstance(module, Conv1D):
-            packed_as = type(module) is PackedConv1D
-            dtype = module.weight.dtype if packed_as else torch.float32
-            require(dtype in FORMATS, "its weights are packed otherwise")
-            self._table[number, word + words.ACROSS] = module.nf * dtype.itemsize
-            self._table[number, word + words.ROW_BYTES] = FORMATS[dtype]
-            start = column * dtype.itemsize
-        else:
-            start, dtype = 4 * column * module.in_features, torch.float32
-        self._add(number, word, module, "weight", dtype, start)
+        """Describe a linear layer, from one of its columns on."""
+        is_packed = isinstance(module, PackedLinear | PackedConv1D)
+        half, format_ = getattr(module, "half_head", 0), module.ggml_type if is_packed else None
+        require(not (column and half), _PACKED)
+        of_weight = format_, isinstance(module, Conv1D), column
+        self._add_weight(number, word, module, "weight", *of_weight)
+        self._rows[number][word + words.HALF] = half
         self._add(number, word + words.BIAS, module, "bias", start=4 * column)
+
+    def _add_weight(
+        self, number: int, word: int, module: nn.Module, name: str, *of_weight: Any
+    ) -> None:
+        """Describe a matrix, or a stack of matrices whose columns count one after another.
+
+        Args:
+            number, word: where the product's words begin.
+            module, name: the weight.
+            of_weight: GGML's number of the weight's format, or None if it is not packed; whether it
+                lies input by input; the first column.
+        """
+        format_, across, column = of_weight
+        weight: Any = module._parameters[name]
+        row, of_row = self._rows[number][word:], weight.shape[-1] * weight.itemsize
+        dtype, start = torch.float32 if format_ is None else weight.dtype, column * of_row
+        row[words.NUM_COLUMNS] = weight.shape[-1 if across else -2]
+        if across:
+            require(dtype in FORMATS, _PACKED)
+            row[words.ACROSS], row[words.ROW_BYTES] = of_row, FORMATS[dtype]
+            start = column * dtype.itemsize
+        elif format_ is not None:
+            function = function_of(weight.detach().view(torch.uint8).flatten(0, -2), format_)
+            require(function is not None, _PACKED)
+            assert function is not None
+            row[words.PACKED], row[words.ROW_BYTES] = function.address, of_row
+        self._add(number, word, module, name, dtype, start)
 
     def _add(
         self,
@@ -931,7 +932,7 @@ class _Weights:
         if weight is None:
             self._absent.append((len(self._slots), weakref.ref(module), name))
         else:
-            index = number * words.LAYER_SIZE + word
+            index = number * words.ROW_SIZE + word
             known = dtype, weight.shape
             self._slots.append((weakref.ref(module), kind, name, index, start, known))
 
@@ -940,15 +941,6 @@ class _Weights:
         for placeholder, token in zip(*self._replaced, strict=True) if self._replaced else ():
             tokens = torch.where(tokens == placeholder, token, tokens)
         return tokens
-
-    def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return the states of the first layer."""
-        given = {words.TOKENS_GIVEN: tokens, words.POSITIONS_GIVEN: positions}
-        states, *others = (look({**given, words.STATES_GIVEN: None}) for look in self._lookups)
-        states = sum(others, states if self._scale == 1.0 else states * self._scale)
-        norm = self._first_norm()
-        embedded: Tensor = states if norm is None else norm(states)
-        return embedded
 
     def fit(self, part: slice = slice(None)) -> bool:
         """Return whether all weights are still plain matrices in memory."""
@@ -970,9 +962,7 @@ class _Weights:
         return [None if each is None else vars(each)[kind] for each, kind in kinds]
 
     def table(self, held: _Held, layers: tuple[int, int] | None = None) -> NDArray[np.int64]:
-        """Return the words of all layers, of what comes last, and of additions.
-
-        They are [num_layers + 1 + num_additions, LAYER_SIZE], for one forward at a time.
+        """Return the rows of all phases, of additions and descriptions, for one forward at a time.
 
         Args:
             held: holds the weights and the words, made again only where weights have moved.
@@ -997,31 +987,37 @@ class _Weights:
         return table
 
 
-def _jobs_of(layer: LayerPlan, compiled: Any) -> tuple[int, int]:
-    """Return RUN_ATTENTION and RUN_EXPERTS of a layer; what they name is compiled now."""
-    run = compiled.run_attention if layer.convolution is None else compiled.run_convolution
-    if layer.latents is not None:
+def _job_of(phase: MixingPlan | ExpertsPlan, compiled: Any) -> int:
+    """Return the address of what runs a phase, which is compiled now."""
+    run: Any = compiled.run_attention
+    if isinstance(phase, ExpertsPlan):
+        run = compiled.run_experts
+    elif phase.latents is not None:
         from lade.forward._latents import run_latents as run
-    if layer.recurrence is not None:
+    elif phase.recurrence is not None:
         from lade.forward._recurrence import run_recurrence as run
-    return run().address, 0 if layer.experts is None else compiled.run_experts().address
+    elif phase.convolution is not None:
+        run = compiled.run_convolution
+    return int(run().address)
 
 
-def _flat(order: HeadOrder) -> tuple[int, ...]:
-    return order.num_groups, *order.firsts, order.query_step, order.gate
+def _num_rows(phase: Any) -> int:
+    """Return how many phases of a job one of a plan is."""
+    if type(phase) is MixingPlan:
+        return 2 if phase.recurrence is None else 3
+    return 4 if type(phase) is ExpertsPlan else 1
 
 
-def _added_by(layer: LayerPlan) -> tuple[Any, ...]:
+def _added_by(plan: MixingPlan) -> tuple[Any, ...]:
     """Return what a token adds to the cache of a layer, see `TreeCache.slot_addresses`."""
-    if layer.convolution is None:
-        assert layer.heads is not None
-        _, num, of_key, of_value, more, _ = layer.heads
-        sizes = of_key, more or of_value
-        shapes = [(1, num, 1, size) for size in sizes]
+    if plan.convolution is None:
+        assert plan.heads is not None
+        _, num, of_key, of_value, more = plan.heads
+        shapes = [(1, num, 1, size) for size in (of_key, more or of_value)]
         return tuple(torch.empty(each, dtype=torch.float32, device="cpu") for each in shapes)
-    num = layer.convolution.out_channels
+    num = plan.convolution.out_channels
     inputs = torch.empty((1, 1, 1, num), dtype=torch.float32, device="cpu")
-    return (inputs,) if layer.recurrence is None else (inputs, *added_by(layer.recurrence))
+    return (inputs,) if plan.recurrence is None else (inputs, *added_by(plan.recurrence))
 
 
 def _bits(number: float) -> int:
@@ -1032,32 +1028,22 @@ class _Workspace:
     """Memory that a job needs while it runs."""
 
     def __init__(
-        self, kernels: Any, sizes: DecoderSizes, num_tokens: int, num_threads: int
+        self,
+        kernels: Any,
+        sizes: DecoderSizes,
+        num_phases: int,
+        num_tokens: int,
+        num_threads: int,
     ) -> None:
         self._num_tokens, self._num_threads = num_tokens, num_threads
-        hidden, head, chosen = sizes.hidden, sizes.head_size, sizes.num_chosen
-        scratch = kernels.scratch_size(
-            *(num_tokens, hidden, sizes.num_heads, head, sizes.between, sizes.num_experts),
-            *(chosen, sizes.taps, sizes.of_recurrence, sizes.of_latents),
-        )
+        scratch = kernels.scratch_size(num_tokens, sizes.hidden, *sizes[5:])
+        of_words = {word: 4 * num_tokens * size for word, size in sizes.memory if word not in _OWN}
+        of_words[words.BETWEEN] = 4 * num_tokens * sizes.between
+        of_words |= {words.PHASES: 256 * num_phases, words.SCRATCH: scratch * num_threads}
         # torch aligns memory to cache lines, so two threads never write to one line.
         self._memory = {
             word: torch.empty(num, dtype=torch.uint8, device="cpu")
-            for word, num in {
-                words.NORMED: 4 * num_tokens * sizes.normed,
-                words.MIXED: 4 * num_tokens * sizes.mixed,
-                words.QUERIES: 4 * num_tokens * sizes.queries,
-                words.ATTENDED: 4 * num_tokens * sizes.attended,
-                words.INNER: 4 * num_tokens * sizes.inner,
-                words.ADDED: 4 * num_tokens * hidden,
-                words.BETWEEN: 4 * num_tokens * sizes.between,
-                words.SCORES: 4 * num_tokens * (sizes.num_experts + 1),
-                words.CHOSEN: 8 * num_tokens * chosen,
-                words.SHARES: 4 * num_tokens * chosen,
-                words.OF_EXPERTS: 4 * num_tokens * chosen * sizes.expert_inner,
-                words.PHASES: 256 * (sizes.num_layers * words.PHASES_OF_LAYER + 2),
-                words.SCRATCH: scratch * num_threads,
-            }.items()
+            for word, num in of_words.items()
         }
         self._every, self._phases = np.arange(num_tokens), self._memory[words.PHASES].numpy()
         words_of = {word: memory.data_ptr() for word, memory in self._memory.items()}

@@ -1,4 +1,4 @@
-"""Products of a linear layer by lade's kernels, as jobs of no layers; where kernels can run."""
+"""Products of a linear layer by lade's kernels, as jobs of one phase; where kernels can run."""
 
 import ctypes
 import os
@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 import llvmlite.binding
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,10 +20,7 @@ MOST_TOKENS = 128  # of one job; a longer prompt runs as several
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TENSORS = (Tensor, nn.Parameter, Blocks)
 _MOST_ROWS = 64  # of a job: the second cache holds the inputs of so many rows
-# A job has no layers here, but looks at the numbers of one; those of its two phases are behind.
-_JOB_SIZE = max(words.JOB_SIZE, words.LAYER_SIZE)
-_Job = ctypes.c_int64 * (_JOB_SIZE + 64)
-_EVERY = np.arange(_MOST_ROWS)
+_Job = ctypes.c_int64 * (words.JOB_SIZE + words.ROW_SIZE + 32)  # then the counters of its phase
 
 
 class Products:
@@ -36,7 +32,7 @@ class Products:
     """
 
     def __init__(self, compiled: ModuleType, run: Run) -> None:
-        self._kernels, self._run, self._kept = compiled, run, _EVERY.ctypes.data
+        self._kernels, self._run = compiled, run
 
     def product(
         self,
@@ -57,27 +53,27 @@ class Products:
         num_rows, given = inputs.numel() // num_inputs, inputs.contiguous()
         results = inputs.new_empty((*inputs.shape[:-1], num_columns))
         most, num_threads = min(num_rows, _MOST_ROWS), most_threads()
-        size = self._kernels.scratch_size(most, num_inputs)
-        memory = inputs.new_empty(size * num_threads + 4 * num_inputs * most, dtype=torch.uint8)
+        size = self._kernels.scratch_size(most)
+        memory = inputs.new_empty(size * num_threads, dtype=torch.uint8)
         for start in range(0, num_rows, most):
             job = _Job()
             address = ctypes.addressof(job)
-            job[words.NUM_TOKENS] = job[words.NUM_KEPT] = min(most, num_rows - start)
-            job[words.HIDDEN], job[words.VOCAB_SIZE] = num_inputs, num_columns
+            job[words.NUM_TOKENS], job[words.NUM_PHASES] = min(most, num_rows - start), 1
             job[words.NUM_THREADS] = num_threads
             job[words.TILES] = self._kernels.run_tiles().address
-            job[words.STATES] = given.data_ptr() + 4 * num_inputs * start
+            job[words.NORMED] = given.data_ptr() + 4 * num_inputs * start
             job[words.LOGITS] = results.data_ptr() + 4 * num_columns * start
             job[words.SCRATCH], job[words.SCRATCH_SIZE] = memory.data_ptr(), size
-            job[words.NORMED] = job[words.SCRATCH] + size * num_threads
-            job[words.KEPT], job[words.LAYERS] = self._kept, address
-            job[words.PHASES] = address + 8 * _JOB_SIZE
-            job[words.HEAD + words.WEIGHT] = weight.data_ptr()
-            job[words.HEAD + words.BIAS] = 0 if bias is None else bias.data_ptr()
-            job[words.HEAD + words.NUM_COLUMNS] = num_columns
+            row = words.JOB_SIZE
+            job[words.LIST] = address + 8 * row
+            job[words.PHASES] = address + 8 * (row + words.ROW_SIZE)
+            job[row + words.GIVEN], job[row + words.NUM_GIVEN] = words.NORMED, num_inputs
+            job[row + words.TARGET], job[row + words.NUM_MADE] = words.LOGITS, num_columns
+            job[row + words.WEIGHT], job[row + words.NUM_COLUMNS] = weight.data_ptr(), num_columns
+            job[row + words.BIAS] = 0 if bias is None else bias.data_ptr()
             if packed is not None:
-                job[words.HEAD + words.PACKED], job[words.HEAD + words.HALF] = packed
-                job[words.HEAD + words.ROW_BYTES] = weight.shape[1]
+                job[row + words.PACKED], job[row + words.HALF] = packed
+                job[row + words.ROW_BYTES] = weight.shape[1]
             self._run(self._kernels.run_forward().address, address, num_threads)
         return results
 

@@ -109,19 +109,14 @@ class PackedLinear(_Packed, nn.Linear):
         return f"{super().extra_repr()}, format={words.BLOCKS[self.ggml_type][0]}"
 
 
-class PackedConv1D(Conv1D):  # type: ignore[misc]
+class PackedConv1D(_Packed, Conv1D):  # type: ignore[misc]
     """A layer of GPT-2 whose weight is in 16 bits [in_features, out_features]."""
-
-    @property
-    def computes_in(self) -> torch.dtype:
-        """The dtype of its results."""
-        return torch.float32
 
     def forward(self, x: Tensor) -> Tensor:
         """Return float32 sums [..., out_features]."""
-        step = max(_NUM_UNPACKED // self.nx, 1)
+        step = max(_NUM_UNPACKED // len(self.weight), 1)
         parts = [x.float() @ each.float() for each in self.weight.split(step, dim=1)]
-        sums: Tensor = torch.cat(parts, dim=-1) + self.bias
+        sums: Tensor = torch.cat(parts, dim=-1) + self.bias  # type: ignore[operator]
         return sums
 
 

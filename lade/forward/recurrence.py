@@ -1,14 +1,13 @@
-"""Read from a layer that was watched its recurrence: sizes, and which columns are what.
+"""Read from a layer that was watched its recurrence: its kind, and sizes of heads.
 
 A gated delta net and a Mamba 2 have states, matrices from keys to values, behind a short
-convolution, and a norm with a gate. They differ in what a token adds to a state.
+convolution. They differ in what a token adds to a state.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, permutations, product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from lade.forward.comparing import (
     UnsupportedForwardError,
     convolved,
     difference,
-    is_near,
     only,
     require,
     tolerance,
@@ -27,26 +25,26 @@ from lade.forward.comparing import (
 
 # Results of a chunk of tokens, as torch adds them to a state, and of one by one; of the largest.
 _ONE_BY_ONE = 1e-4
+_REASON = "its recurrence is no gated delta net, and no Mamba 2"
 
 
 class RecurrencePlan(NamedTuple):
     """A gated delta net or a Mamba 2, behind a convolution."""
 
-    module: nn.Module  # that has the following
-    # Biases of decays, and what these are multiplied by, as logarithms; with Mamba 2 also the
-    # factors by which values join the results.
-    names: tuple[str, ...]
     heads: tuple[int, int, int, int]  # of keys, of values, and their sizes
-    # Of queries, keys, values, gates, writing strengths and decays: the first column of the
-    # layer's first products, and columns from those of one key head to those of the next.
-    columns: tuple[int, ...]
-    steps: tuple[int, ...]
-    num_normed: int  # value heads that share a norm
+    #: With Mamba 2, the parameter by which values are multiplied that join the results.
+    skips: tuple[nn.Module, str] | None
 
     @property
     def is_delta(self) -> bool:
         """Whether it is a gated delta net, else a Mamba 2."""
-        return len(self.names) == 2
+        return self.skips is None
+
+    @property
+    def row(self) -> int:
+        """Numbers of a token's channels, and of the decays and shares of its heads."""
+        num_keys, num_values, key_size, value_size = self.heads
+        return 2 * num_keys * key_size + num_values * (value_size + 2)
 
     @property
     def channels(self) -> tuple[int, int, int]:
@@ -57,77 +55,45 @@ class RecurrencePlan(NamedTuple):
         return straight if self.is_delta else (all_values + all_keys, all_values, 0)
 
     def num_scratch(self, taps: int) -> int:
-        """Return the numbers that a thread needs for a state, a convolution or a norm."""
+        """Return the numbers that a thread needs for a state and a convolution."""
         *_, key_size, value_size = self.heads
-        of_convolution = (taps + 2) * max(key_size, value_size)
-        of_norm = 2 * self.num_normed * value_size + 16
-        return key_size * value_size + max(of_convolution, of_norm)
-
-
-class GatedNorm(NamedTuple):
-    """A norm with a gate, in the watched forward."""
-
-    weight: Tensor
-    eps: float
-    given: Tensor
-    gate: Tensor
-    out: Tensor
+        return key_size * value_size + (taps + 2) * max(key_size, value_size)
 
 
 def read_recurrence(
     module: nn.Module,
     convolution: nn.Conv1d,
-    rows: Tensor,
-    norm: GatedNorm,
-    known: RecurrencePlan | None,
+    given: Sequence[Tensor],
+    results: Tensor,
+    names: Sequence[str],
 ) -> RecurrencePlan:
     """Return the plan by which a recurrence gave its results.
 
     Args:
         module: has it.
         convolution: what queries, keys and values go through first.
-        rows: what the first products gave, [num_tokens, columns].
-        norm: what its results go through.
-        known: the plan of an earlier layer, which most layers share.
+        given: of each token, inputs of the convolution, decays as logarithms, and shares.
+        results: what it gives.
+        names: parameters of the module that made none of these.
     """
-    num_tokens = len(rows)
-    own = {name: each for name, each in module._parameters.items() if each is not None}
-    num_values = max((each.numel() for each in own.values()), default=1)
-    value_size = norm.given.numel() // (num_tokens * num_values)
-    all_keys = (convolution.out_channels - num_values * value_size) // 2
-    num_columns = 2 * all_keys + num_values * (2 * value_size + 4 - len(own))
-    has_shape = len(own) in (2, 3) and rows.shape[1] == num_columns
-    has_shape = has_shape and all(each.shape == (num_values,) for each in own.values())
-    require(has_shape, "its recurrence has other parameters than a gated delta net or a Mamba 2")
-    limits = getattr(module, "time_step_limit", None)
+    (num_tokens, num_channels), num_values = given[0].shape, given[1].shape[1]
+    skips = [(module, name) for name in names if module.get_parameter(name).shape == (num_values,)]
+    require(len(skips) == len(names) < 2, _REASON)
     # Torch's forwards of one token do not know them.
+    limits = getattr(module, "time_step_limit", None)
     require(limits in (None, (0.0, math.inf)), "its recurrence limits its time steps")
-    all_heads = [
-        (num_keys, num_values, all_keys // num_keys, value_size)
-        for num_keys in range(1, num_values + 1)
-        if num_values % num_keys == all_keys % num_keys == 0
-    ]
-    num_normed = _num_normed(norm, num_values, len(own) == 2)
+    value_size = results.numel() // (num_tokens * num_values)
+    all_keys = (num_channels - num_values * value_size) // 2
     plans = [
-        plan
-        for heads in all_heads
-        for plan in _plans(module, [*own], heads, num_normed)
-        if torch.equal(_part(plan, rows, 3).flatten(), norm.gate.flatten())
+        RecurrencePlan((num, num_values, all_keys // num, value_size), (*skips, None)[0])
+        for num in range(1, num_values + 1)
+        if num_values % num == all_keys % num == 0
     ]
-    wanted = norm.given.view(num_tokens, num_values, value_size)
-    limit = max(tolerance(wanted), _ONE_BY_ONE * largest(wanted))
-
-    def error(plan: RecurrencePlan) -> float:
-        return difference(_result(plan, convolution, rows), wanted)
-
-    same = known and known._replace(module=module)
-    if same in plans and error(same) <= limit:
-        return same
-    errors = {plan: error(plan) for plan in plans}
-    # With one key head, nothing is a step apart.
-    found = only(errors, limit, lambda plan: plan[:4] + plan[4:5] * (plan.heads[0] > 1))
+    wanted = results.view(num_tokens, num_values, value_size)
+    errors = {plan: difference(_result(plan, convolution, *given), wanted) for plan in plans}
+    found = only(errors, max(tolerance(wanted), _ONE_BY_ONE * largest(wanted)))
     if found is None:
-        raise UnsupportedForwardError("its recurrence is no gated delta net, and no Mamba 2")
+        raise UnsupportedForwardError(_REASON)
     return found
 
 
@@ -178,98 +144,32 @@ def _advanced(state: Tensor, row: Tensor, *, is_delta: bool) -> Tensor:
     return advanced
 
 
-def _num_normed(norm: GatedNorm, num_values: int, is_delta: bool) -> int:
-    """Return how many value heads share a norm."""
-    for num_groups in range(1, num_values + 1):
-        if num_values % num_groups == 0 and is_near(_normed(norm, num_groups, is_delta), norm.out):
-            return 1 if is_delta else num_values // num_groups
-    raise UnsupportedForwardError("its recurrence has another norm")
-
-
-def _normed(norm: GatedNorm, num_groups: int, is_delta: bool) -> Tensor:
-    """Return results after a norm of groups of numbers, behind a gate; in delta nets before it."""
-    gate, wide = functional.silu(norm.gate), norm.given
-    wide = (wide if is_delta else wide * gate).reshape(-1, norm.given.shape[-1] // num_groups)
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-    normed = norm.weight * wide.view(norm.given.shape)
-    return normed * gate if is_delta else normed
-
-
-def _plans(
-    module: nn.Module, own: list[str], heads: tuple[int, int, int, int], num_normed: int
-) -> Iterator[RecurrencePlan]:
-    """Yield the plans of such heads, with each order of columns and of parameters."""
-    arrangements = _arrangements(heads) if len(own) == 2 else [_arrangement(heads)]
-    for (columns, steps), names in product(arrangements, permutations(own)):
-        yield RecurrencePlan(module, names, heads, columns, steps, num_normed)
-
-
-def _sizes(heads: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the columns of each kind that belong to a key head."""
-    num_keys, num_values, key_size, value_size = heads
-    sharing = num_values // num_keys
-    return key_size, key_size, *[sharing * value_size] * 2, sharing, sharing
-
-
-def _arrangement(heads: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return first columns and steps of a Mamba 2, whose decays are its writing strengths."""
-    sizes = _sizes(heads)
-    values, keys, queries, decays = accumulate(heads[0] * sizes[kind] for kind in (3, 2, 1, 0))
-    return (queries, keys, values, 0, decays, decays), sizes
-
-
-def _arrangements(heads: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield those of a delta net: one kind after another, or key head after key head."""
-    num_keys, num_values, *_ = heads
-    sharing, sizes = num_values // num_keys, _sizes(heads)
-    straight = [0, *accumulate(num_keys * size for size in sizes)][:6]
-    by_head, first = [0, *accumulate(sizes)][:4], num_keys * sum(sizes[:4])
-    by_head += [first, first + sharing]
-    for columns, steps in (
-        (straight, sizes),
-        (by_head, (*[sum(sizes[:4])] * 4, *[2 * sharing] * 2)),
-    ):
-        *others, strengths, decays = columns
-        yield (*columns,), steps
-        yield (*others, decays, strengths), steps
-
-
-def _part(plan: RecurrencePlan, rows: Tensor, kind: int) -> Tensor:
-    """Return the columns of a kind, [num_tokens, …], head after head."""
-    size = _sizes(plan.heads)[kind]
-    starts = (plan.columns[kind] + plan.steps[kind] * head for head in range(plan.heads[0]))
-    return torch.cat([rows[:, start : start + size] for start in starts], dim=1)
-
-
-def _result(plan: RecurrencePlan, convolution: nn.Conv1d, rows: Tensor) -> Tensor:
-    """Return what a plan gives of rows, [num_tokens, num_values, value_size]."""
+def _result(
+    plan: RecurrencePlan, convolution: nn.Conv1d, inputs: Tensor, decays: Tensor, shares: Tensor
+) -> Tensor:
+    """Return what a plan gives, [num_tokens, num_values, value_size]; see `read_recurrence`."""
     num_keys, num_values, key_size, value_size = plan.heads
-    kinds = sorted(range(3), key=plan.channels.__getitem__)
-    mixed = torch.cat([_part(plan, rows, kind) for kind in kinds], dim=1)
-    made = functional.silu(convolved(convolution, mixed))
+    made = functional.silu(convolved(convolution, inputs))
     shapes = (num_keys, key_size), (num_keys, key_size), (num_values, value_size)
     queries, keys, values = (
         made[:, first : first + math.prod(shape)].view(-1, *shape)
         for first, shape in zip(plan.channels, shapes, strict=True)
     )
-    biases, logarithms, *skips = map(plan.module.get_parameter, plan.names)
-    given: Any = _part(plan, rows, 5)
     if plan.is_delta:
         queries, keys = (
             each * torch.rsqrt(each.square().sum(dim=-1, keepdim=True) + 1e-6)
             for each in (queries, keys)
         )
         queries = queries * key_size**-0.5
-        softened = functional.softplus(given + biases)
-        shares = _part(plan, rows, 4).sigmoid()
-    else:
-        softened = shares = functional.softplus(given + biases)
-    gates = torch.stack([(-logarithms.exp() * softened).exp(), shares], dim=-1)
+    gates = torch.stack([decays.exp(), shares], dim=-1)
     kept = torch.cat([each.flatten(1) for each in (keys, values, gates)], dim=1)
     state, results = kept.new_zeros((num_values, key_size, value_size)), []
     for query, value, row in zip(queries, values, kept, strict=True):
         state = _advanced(state, row, is_delta=plan.is_delta)
         query = query.repeat_interleave(num_values // num_keys, dim=0)
-        joined = sum(value * skip[:, None] for skip in skips)
-        results.append((state * query[..., None]).sum(dim=1) + joined)
+        made = (state * query[..., None]).sum(dim=1)
+        if plan.skips is not None:
+            module, name = plan.skips
+            made = made + value * module.get_parameter(name)[:, None]
+        results.append(made)
     return torch.stack(results)

@@ -18,18 +18,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
 from lade.attention.masks import FULL, AttentionSpan
 from lade.compat import Model, does_nothing, placeholders_of
 from lade.compat.attempts import Attempt
-from lade.compat.view import HOOKED, apart, with_attention, wraps_own_forward
+from lade.compat.view import HOOKED, apart, with_attention, with_eager_experts, wraps_own_forward
 from lade.forward.comparing import UnsupportedForwardError, require
 from lade.forward.packed import PackedConv1D, PackedEmbedding, PackedLinear, PackedStack
+from lade.forward.trace import Trace, Value
 from lade.machine.generators import are_random_states, put_back, random_states
 
 _POSITIONS = [0, 1, 2, 1_000_003, 1_000_004]  # of the watched forward
+_OTHERS = [0, 1, 900_001]  # of another one
 _WATCHED = "lade_watched"
 #: Transformers' attention, and the function that makes its masks.
 SDPA, _sdpa_mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
@@ -39,6 +42,7 @@ _Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _MOST_KEYS = 2**20  # of a text, that masks are asked about
 # The masks of a forward that is watched, with the functions that made them.
 _masks: ContextVar[list[tuple[Tensor, _Sees]]] = ContextVar("masks")
+_trace: ContextVar[Trace] = ContextVar("trace")  # of that forward
 
 # Numbers that are drawn; a prime, so that rows of matrices differ. Larger stand-ins repeat them.
 _PERIOD = 262_139
@@ -51,22 +55,29 @@ _MOST_ASKED = 2**12  # numbers of a buffer; a larger one holds a table
 PRODUCTS = (nn.Linear, PackedLinear, Conv1D, PackedConv1D)
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of a module's result, or of its arguments."""
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+
+
 class Called(NamedTuple):
     """The call of a module."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     out: Any
+    given: list[Value]  # the tensors among its arguments, as they were when it began
+    made: list[Value]  # the tensors that it gave
 
 
 class Attended(NamedTuple):
     """Inputs and output of an attention."""
 
     module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
+    query: Value
+    key: Value
+    value: Value
+    out: Value
     mask: Any
     kwargs: dict[str, Any]
 
@@ -82,6 +93,7 @@ class Watched(NamedTuple):
     spans: list[AttentionSpan]  # of each attention
     logits: Tensor
     hooked: set[nn.Module]  # modules of the view that have hooks in the model
+    trace: Trace
 
 
 def _attend(
@@ -91,7 +103,8 @@ def _attend(
     kept = {name: each for name, each in kwargs.items() if name in ("scaling", "is_causal")}
     out, _ = SDPA(module, query, key, value, attention_mask, **kept)
     noted = vars(module).setdefault(_WATCHED, [])
-    noted.append(Attended(module, query, key, value, out, attention_mask, kwargs))
+    of = (*map(_trace.get().value, (query, key, value, out)), attention_mask, kwargs)
+    noted.append(Attended._make((module, *of)))
     return out, None
 
 
@@ -107,8 +120,12 @@ AttentionInterface.register(_WATCHED, _attend)
 AttentionMaskInterface.register(_WATCHED, _mask)
 
 
-def watch(model: Model) -> Watched:
+def watch(model: Model, *, is_other: bool = False) -> Watched:
     """Run a short text by a view of a model, with stand-ins for its weights.
+
+    Args:
+        model: the model.
+        is_other: whether to run another text, of another length and at other positions.
 
     Raises:
         UnsupportedForwardError: the forward fails, or modules do not run their own code.
@@ -116,14 +133,20 @@ def watch(model: Model) -> Watched:
     training = [each for each in model.modules() if each.training]
     checkpoints = any(getattr(each, "gradient_checkpointing", False) for each in training)
     require(not checkpoints, "it is in training mode, with gradient checkpointing")
-    view = apart(with_attention(model, _WATCHED))
+    view = apart(with_attention(with_eager_experts(model), _WATCHED))
     # Hooks of the whole model and of its layers are called around jobs.
     hooked: set[nn.Module] = set()
     calls: dict[nn.Module, list[Called]] = {}
     kinds: set[tuple[nn.Module, type]] = set()
 
+    begun: list[list[Value]] = []
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        begun.append([*map(_trace.get().value, tensors_of((args, kwargs)))])
+
     def note(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        calls.setdefault(module, []).append(Called(args, kwargs, out))
+        made = [*map(_trace.get().value, tensors_of(out))]
+        calls.setdefault(module, []).append(Called(args, kwargs, out, begun.pop(), made))
         kinds.add((module, type(module)))
 
     for module in view.modules():
@@ -136,25 +159,32 @@ def watch(model: Model) -> Watched:
         forward = vars(module).get("forward", module.forward)
         is_usual = getattr(forward, "__func__", None) is type(module).forward
         require(is_usual, "a module has a forward of its own")
+        module.register_forward_pre_hook(begin, with_kwargs=True)
         module.register_forward_hook(note, with_kwargs=True)
     _stand_in(view)
     text = model.config.get_text_config(decoder=True)
     taken = {*placeholders_of(model), getattr(text, "pad_token_id", None)}
     ids = [each for each in range(text.vocab_size // 2, text.vocab_size) if each not in taken]
     # Without the mask, positions that are apart would count as texts that do not see each other.
-    given = torch.tensor([ids[: len(_POSITIONS)]], dtype=torch.int64, device="cpu")
+    ids = ids[::-1] if is_other else ids
+    num = len(_OTHERS if is_other else _POSITIONS)
+    given = torch.tensor([ids[:num]], dtype=torch.int64, device="cpu")
     inputs = {"input_ids": given, "attention_mask": torch.ones_like(given), "use_cache": False}
     # Some models scale queries by position, from thousands of tokens on; others have embeddings of
     # some thousand positions.
     last = getattr(text, "max_position_embeddings", None) or len(_POSITIONS)
     states = random_states(model.device)
-    for numbers in (_POSITIONS, [0, 1, 2, last - 2, last - 1]):
+    ways = (_OTHERS, [0, 1, last - 1]) if is_other else (_POSITIONS, [0, 1, 2, last - 2, last - 1])
+    for numbers in ways:
         positions = torch.tensor([numbers], dtype=torch.int64, device="cpu")
         calls.clear()
         masks: list[tuple[Tensor, _Sees]] = []
         _masks.set(masks)
         attended = [vars(module).pop(_WATCHED, ()) for module in view.modules()]
-        with Attempt() as attempt:
+        trace = Trace()
+        _trace.set(trace)
+        begun.clear()
+        with Attempt() as attempt, trace:
             output = view(**inputs, position_ids=positions)
             break
     require(attempt.failure is None, f"its forward fails: {attempt.failure}")
@@ -164,13 +194,16 @@ def watch(model: Model) -> Watched:
     attended = [each for module in view.modules() for each in vars(module).get(_WATCHED, ())]
     for module in view.modules():
         module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
     _masks.set([])
+    _trace.set(Trace())
     # As PEFT parametrizes what adapters add to, while they run.
     is_usual = all(type(module) is kind for module, kind in kinds)
     require(is_usual, "a module has another class while it runs")
     named = {each for each in _numbers_in(model.config.to_dict()) if 1 < each <= _MOST_KEYS}
     spans = _spans_of(attended, masks, sorted(named))
-    return Watched(view, calls, given, positions, attended, spans, output.logits, hooked)
+    of_forward = attended, spans, output.logits, hooked, trace
+    return Watched(view, calls, given, positions, *of_forward)
 
 
 # --- what a query sees ----------------------------------------------------------------------------

@@ -1,118 +1,110 @@
 """Positions and codes in the int64 arrays that describe a job to the kernels."""
 
 # A job is an int64 array: sizes; the number of threads; then addresses, of float32 unless a comment
-# says otherwise; the last norm and the head's product. An entry's position follows from this order.
+# says otherwise. An entry's position follows from this order.
 (
     NUM_TOKENS,
     HIDDEN,
-    NUM_LAYERS,
-    VOCAB_SIZE,
+    NUM_PHASES,
     NUM_THREADS,
     STATES,  # [tokens, HIDDEN], at first the embeddings
     NORMED,  # [tokens, HIDDEN]
-    MIXED,  # [tokens, MIXED_SIZE of the layer], what its first products give
-    # [tokens, NUM_HEADS, HEAD_SIZE + MORE_SIZE of the layer], or the queries of a recurrence.
+    MIXED,  # [tokens, columns], what the first products of a layer give
+    # [tokens, NUM_HEADS, HEAD_SIZE + MORE_SIZE of the layer], or inputs of a convolution, or the
+    # queries of a recurrence; then what the projection behind these gets, if not ATTENDED.
     QUERIES,
     ATTENDED,  # [tokens, ATTENDED_SIZE of the layer]
     INNER,  # [tokens, of the layer's MLP]
     ADDED,  # [tokens, HIDDEN], the result to be added to the states
-    LAYERS,  # int64 [NUM_LAYERS, LAYER_SIZE]
+    LIST,  # int64 [NUM_PHASES, ROW_SIZE]
     # Int64 [kinds of masks, NUM_PARTS, 4]: a part's first token, its number of tokens, the address
     # of its mask (bool [tokens, keys]; 0 if they see all keys), and bytes between the mask's rows.
     PARTS,
     NUM_PARTS,
-    # Int64 [NUM_LAYERS, NUM_PARTS, CACHE_SIZE], as `TreeCache.slot_addresses` returns them.
+    # Int64 [layers that keep keys, NUM_PARTS, CACHE_SIZE], as `TreeCache.slot_addresses` says.
     CACHES,
     KEPT,  # int64, the tokens whose logits are wanted
     NUM_KEPT,
-    LOGITS,  # [NUM_KEPT, VOCAB_SIZE]
+    LOGITS,  # [NUM_KEPT, columns of the head]
     SCRATCH,  # of all threads
     SCRATCH_SIZE,  # bytes of each
-    # Int64 [phases, 32], zeros: the next piece, 64 bytes later the number of finished pieces; then
-    # both again for the first factors of low-rank additions.
+    # Int64 [NUM_PHASES, 32], zeros: the next piece, 64 bytes later the number of finished pieces;
+    # then both again for the first factors of low-rank additions.
     PHASES,
     NEXT_THREAD,
     SLOT,  # of the pool of workers
     EVERY,  # int64, the numbers of all tokens
-    ADDITIONS,  # int64 [additions, LAYER_SIZE]
+    ADDITIONS,  # int64 [rows, ROW_SIZE]: low-rank additions, then descriptions, counted from 1
     BETWEEN,  # [tokens, BETWEEN_SIZE], between the factors of a layer's additions
     BETWEEN_SIZE,
-    FACTORS,  # [tokens], factors of queries if a layer is SCALED
-    SCORES,  # [tokens, SCORES_SIZE], of experts, then the gate of the shared expert
-    SCORES_SIZE,
-    CHOSEN,  # int64 [tokens, NUM_CHOSEN of the layer], experts
-    SHARES,  # float32, the same shape: factors of these experts' results
+    SCORES,  # [tokens, scores], of experts, then the gate of the shared expert
+    CHOSEN,  # [tokens, NUM_CHOSEN of the layer], experts
+    SHARES,  # of the same shape: factors of these experts' results
     OF_EXPERTS,  # [choices, EXPERT_INNER of the layer], by expert
+    RESULT,  # [tokens, HIDDEN], the sum of the experts' results
     TILES,  # of what is compiled for tiles, `run_tiles`
-    LAST_NORM,
-) = range(36)
-FLAGS, EPS, NORM_WEIGHT, NORM_BIAS, NORM_SIZE = range(5)  # EPS, as SCALING: bits of a float32
+    POSITIONS,  # int64 [tokens]
+    SAVED,  # [tokens, numbers], what programs of a layer keep for later ones
+    INPUTS,  # [tokens, numbers], what layers get of a token besides states
+    NOTHING,  # 0, to which a program's own addresses are added
+    JOB_SIZE,
+) = range(38)
 # PACKED: address of the function compiled for a packed weight's format, or 0. ROW_BYTES: bytes of a
 # row of it. HALF: half the rows of a head, if rows of its first and second half alternate, or 0.
 # ACROSS: bytes between the weights of two inputs, if the weight is stored input by input, or 0;
 # then ROW_BYTES is its format.
 (WEIGHT, BIAS, NUM_COLUMNS, FIRST_ADDED, END_ADDED, PACKED, ROW_BYTES, HALF, ACROSS) = range(9)
 PRODUCT_SIZE = 9
-HEAD = LAST_NORM + NORM_SIZE
-JOB_SIZE = HEAD + PRODUCT_SIZE
 
-# A layer: norms, those of OF_ATTENTION and OF_MLP of the states after each addition; products; the
-# shape of its MLP; addresses of the angles' cosines and sines, [tokens, TURNED]; settings of
-# attention and residuals; the order of heads in MIXED: number of groups, and heads in a group
-# before those of each kind.
-(PRE_ATTENTION, POST_ATTENTION, PRE_MLP, POST_MLP, QUERY_NORM, KEY_NORM) = range(0, 24, NORM_SIZE)
-OF_ATTENTION, OF_MLP, VALUE_NORM, POST_INPUTS = range(24, 40, NORM_SIZE)
-(QUERY, KEY, VALUE, MORE, OUT, GATE, UP, DOWN) = range(40, 112, PRODUCT_SIZE)
-INPUT_GATE, INPUT_OUT = range(112, 130, PRODUCT_SIZE)
-INNER_SIZE, ACTIVATION, COS, SIN, TURNED, TURN, SCALING, SOFTCAP, SINKS, SEES = range(130, 140)
-# EXPERTS, RECURRENCE: the rows of ADDITIONS that describe a layer's experts and its recurrence,
-# counted from 1; 0 for none. A short convolution instead of attention has addresses of its weights,
-# [HIDDEN, TAPS], and of its biases; for attention, TAPS is 0. Then FIRST_QUERY is the third of
-# MIXED that multiplies the results, FIRST_KEY and FIRST_VALUE the two whose product is the input;
-# keys are these inputs, [slots, HIDDEN]. QUERY_STEP is the number of heads in MIXED from one query
-# to the next, and from one gate of attention's results to the next; FIRST_GATE is the first gate,
-# or -1 without gates.
-FACTOR, IS_PARALLEL, SCALED, EXPERTS, CONVOLUTION, CONVOLUTION_BIAS, TAPS = range(140, 147)
-NUM_GROUPS, FIRST_QUERY, FIRST_KEY, FIRST_VALUE, QUERY_STEP, FIRST_GATE = range(147, 153)
-# RUN_ATTENTION: address of what is compiled for attention, or what the layer has instead;
-# RUN_EXPERTS: the same for experts, or 0.
-MIXED_SIZE, ATTENDED_SIZE, RECURRENCE, RUN_ATTENTION, RUN_EXPERTS = range(153, 158)
-# Heads of queries and of keys; numbers of a key's head, and of a value's; factor of values. If
-# MORE_SIZE is not 0, the cache has so many further numbers of keys in place of values, and keys are
-# the values, too. Then LATENT is the row of ADDITIONS that describes the rest, counted from 1.
-(NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE, RESULT_SIZE, MORE_SIZE, VALUE_FACTOR) = range(158, 164)
-# INPUTS: address of what the layer gets of its tokens besides states, float32 [tokens, INPUT_SIZE];
-# it multiplies the activated results of INPUT_GATE. SCALAR: address of a number by which the states
-# are multiplied at the end, or 0. READS: whether keys and values are those of
-# another layer, whose addresses CACHES has twice. NO_NORM: zeros.
-LATENT, INPUTS, INPUT_SIZE, SCALAR, READS, NO_NORM, LAYER_SIZE = (*range(164, 170), 173)
+# A phase of the list is one of three. Products, up to four: words of the job that have the address
+# of their inputs and of the results, and how many numbers of a token these are; COLUMNS, the row of
+# the program of their columns, or 0; a word of the job, a first number and numbers from one token
+# to the next of what it gets besides. Rows: programs of the last layer's end and of what comes
+# next. RUN: the address of what is compiled apart, one of its phases, the row that describes it,
+# its kind of masks and the number of its cache.
+(GIVEN, NUM_GIVEN, TARGET, NUM_MADE, COLUMNS, TOKENS) = range(36, 42)
+(BESIDE, BESIDE_FIRST, BESIDE_STEP, AT_END, BEFORE, RUN, STEP, OF, SEES, CACHE) = range(42, 52)
+ROW_SIZE = 176
+# What mixes tokens: numbers of a token behind it, and in a row of QUERIES with new keys and values.
+# Attention: bits of float32 SCALING and SOFTCAP; heads of queries and of keys; numbers of a
+# key's head, and of a value's. If MORE_SIZE is not 0, the cache has so many further numbers of keys
+# in place of values, and keys are the values, too; then MIXED_SIZE are the columns before it.
+# READS: whether keys are those of another layer. HEADS: the row of its program.
+(MIXED_SIZE, ATTENDED_SIZE, QUERIES_SIZE, SCALING, SOFTCAP, SINKS) = range(30, 36)
+NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE, RESULT_SIZE, MORE_SIZE = range(36, 41)
+READS, HEADS = range(41, 43)
+# A convolution: its weights, [channels, TAPS], and biases; keys are its inputs, [slots, channels].
+CONVOLUTION, CONVOLUTION_BIAS, TAPS = range(43, 46)
+# A program: the address of its function; how many addresses it takes; for each, a word of the job,
+# to whose address bytes are added, and bytes from one token to the next. What is made of single
+# columns: the function; how many inputs and constants; addresses of constants, and bytes from one
+# column to the next.
+PROGRAM, NUM_PLACES, PLACES = range(3)
+NUM_INPUTS, NUM_CONSTANTS, CONSTANTS = range(1, 4)
+MOST_PLACES = (ROW_SIZE - PLACES) // 3
 # A low-rank addition to a product: its first factor as a product, WEIGHT and BIAS of the second,
 # the scale of the result, and its first number in a row of BETWEEN.
 SECOND = PRODUCT_SIZE
 TIMES, START = range(SECOND + 2, SECOND + 4)
-# Experts: the router, and the gate of the shared expert, as products; codes for the choice and the
-# factors of results; the address of the correction of scores; the format of stacked weights that
-# lie input by input; addresses of the stacks: gate and up together, and down; of their biases; how
-# the weights lie; what becomes of gate and up (`experts.GatingPlan`).
-ROUTER, SHARED_GATE = 0, PRODUCT_SIZE
-(NUM_CHOSEN, WEIGHS, ROUTING, SHARE, NUM_SETS, NUM_SETS_CHOSEN, CORRECTION) = range(18, 25)
-(OF_STACKS, EXPERT_GATE_UP, EXPERT_DOWN, EXPERT_INNER) = range(25, 29)
-(GATE_UP_BIAS, DOWN_BIAS, LIES, GATING, ALPHA, BOUND, ADDED_TO_UP, ADDED_TO_SUM) = range(29, 37)
-# Of packed experts, up has an address of its own, or 0; of gate, up and down, PACKED and ROW_BYTES.
-EXPERT_UP, GATE_PACKED, DOWN_PACKED, GATE_ROW, DOWN_ROW = 37, 38, 40, 41, 43
+# Experts: as products, the router, the gate of the shared expert, and gate, up and down, whose
+# columns are those of all experts, and NUM_COLUMNS those of one; the row of the program that makes
+# choices of scores; addresses of biases of gate and up; how the weights lie; the address of the
+# program of gate and up.
+ROUTER, SHARED_GATE, EXPERT_GATE, EXPERT_UP, EXPERT_DOWN = range(0, 45, PRODUCT_SIZE)
+NUM_CHOSEN, CHOOSE, EXPERT_INNER, GATE_UP_BIAS, LIES, GATING = range(45, 51)
 # Attention to latents: what makes queries of the normed columns of the layer's first product, or no
 # product if these are queries; what makes each head's key, without angles, and value of latents;
 # numbers of such a key, of a turned one, and of a value; address of what attends; EXPAND's format.
 (SECOND_QUERY, EXPAND, STRAIGHT, TURNING, EXPANDED) = (0, PRODUCT_SIZE, *range(18, 21))
 ATTEND, OF_EXPAND = 21, 22
-# A recurrence: heads of keys, and of values, and their sizes; for queries, keys, values, gates of
-# results, writing strengths and decays, the first column in MIXED, and how many columns are from
-# those of one key head to those of the next; for the first three, the first channel of the
-# convolution; value heads that share a norm; whether it is a gated delta net, else a Mamba 2;
-# addresses of the biases of decays, of what decays are multiplied by, as logarithms, and of factors
-# by which values join the results.
-(KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, COLUMNS, COLUMN_STEPS) = (*range(5), 10)
-CHANNELS, NUM_NORMED, IS_DELTA, DECAY_BIASES, DECAYS, SKIPS = 16, *range(19, 24)
+# The row of the program that turns a key, and the number among its places of what is turned.
+TURN, TURNED_PLACE = 23, 24
+# A recurrence: heads of keys, and of values, and their sizes; the first channel of queries, keys
+# and values in the convolution; whether it is a gated delta net, else a Mamba 2; the address of
+# factors by which values join the results; numbers of a token in INNER: inputs of the convolution,
+# decays of heads as logarithms, and what they take.
+KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, CHANNELS = range(5)
+IS_DELTA, SKIPS, GIVEN_SIZE = range(7, 10)
 
 # The pool of workers, in lines of 8 words: how many jobs have begun; whether it is closed, how many
 # workers there are, and a zero; where idle workers sleep; how many still run; slots; a line of each
@@ -126,12 +118,6 @@ LAST_SLOT = WORKERS - SLOT_SIZE
 # A bed: how many threads lie in it; the system's mutex, and its condition variable.
 MUTEX, CONDITION = 8, 24
 
-# Flags of a norm; the last two say which numbers it spans, and when it runs.
-IS_NORM, CENTERS, ADDS_ONE, IS_WHOLE, AFTER_TURN = 1, 2, 4, 8, 16
-# The pairs that are rotated together; the first of all neighbours come first.
-HALVES, NEIGHBOURS, SORTS = 1, 2, 4
-SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SWISH = range(6)  # the last one is of experts alone
-TO_ROWS, TO_INNER, TO_INPUTS = range(3)  # use of a product's columns
 FIRST, NUM_NEW, MASK, MASK_ROW = range(4)
 # Of a recurrence, keys are the inputs of its convolution, and values what else tokens add, in
 # float32: keys, values, and of each value head how much its state keeps, and takes. STATE is the
@@ -139,13 +125,11 @@ FIRST, NUM_NEW, MASK, MASK_ROW = range(4)
 # LACKS on; those with the tokens before the slot UNTIL go to the address BROUGHT.
 KEYS, KEY_HEAD, VALUES, VALUE_HEAD, NUM_KEYS, STATE, LACKS, UNTIL, BROUGHT, CACHE_SIZE = range(10)
 
-# Scores by which experts are chosen, factors of their results, and further operations on both.
-BY_SOFTMAX, BY_SIGMOID, BY_SOFTMAX_OF_CHOSEN, BY_MIXING = range(4)
-SELECTS_RAW, IS_SORTED, IS_SUMMED = 1, 2, 4
 # Weights of experts lie input by input; the columns of gate and up alternate.
 LIE_ACROSS, ALTERNATE = 1, 2
 
-PHASES_OF_LAYER = 15
+# Tokens of a phase: all; those whose logits are wanted; these, whose rows lie one after the other.
+EVERY_TOKEN, KEPT_TOKENS, KEPT_ROWS = range(3)
 
 # What a module of a plan gets in the place of states, of positions, of tokens, and of positions
 # that three axes count alike.

@@ -38,7 +38,7 @@ READABLE = [
     # These attend to latents, as youtu does.
     *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla"),
     *(*CHAINS[2:], "cohere_compass_text", "mimo_v2_flash"),
-    *("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+    *("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "apertus", "laguna"),
 ]
 # Bounded scores, sinks and latents take no parts, so that batches of them are plain.
 PLAIN = "gemma2", "gpt_oss", "youtu"

@@ -1,6 +1,5 @@
 """Experts are chosen as torch chooses them, and kinds of routers are recognized."""
 
-import math
 from typing import Any
 
 import numba
@@ -33,30 +32,21 @@ def test_what_is_equal_is_chosen_as_torch_chooses_it(num_values: int) -> None:
                     assert order[:num].tolist() == expected.tolist()
 
 
-def test_groups_are_chosen_by_their_two_largest() -> None:
-    values = np.array([3, 0, 2, 2, 5, -9, 1, 1], np.float32)
-    numba.njit(_experts.leave_groups.py_func)(
-        values, np.zeros(4, np.float32), np.zeros(4, np.int64), 2
-    )
-    assert values.tolist() == [3, 0, 2, 2] + [-np.inf] * 4
-
-
-def test_what_sets_routers_apart_is_read() -> None:
-    for family, tells, expected in (
-        ("mixtral", lambda layer: layer.experts.num_chosen, 2),
-        ("qwen2_moe", lambda layer: layer.experts.shared_gate is None, False),
-        ("qwen3_moe", lambda layer: layer.inner, 0),
-        ("glm4_moe", lambda layer: layer.experts.correction[1], "e_score_correction_bias"),
-        ("ernie4_5_moe", lambda layer: layer.inner > 0, True),
-        ("mixtral", lambda layer: layer.experts.routing.weighs, words.BY_SOFTMAX),
-        ("gpt_oss", lambda layer: layer.experts.routing.weighs, words.BY_SOFTMAX_OF_CHOSEN),
-        ("glm4_moe", lambda layer: layer.experts.routing.added, 1e-20),
-        ("lfm2_moe", lambda layer: layer.experts.routing.added, 1e-6),
-        ("phimoe", lambda layer: layer.experts.routing.weighs, words.BY_MIXING),
-        ("phimoe", lambda layer: round(layer.experts.routing.added, 6), 0.02),
+def test_routers_are_read_as_programs() -> None:
+    for family, parts in (
+        ("mixtral", ("exponential(", "choose(")),
+        ("gpt_oss", ("choose(", "exponential(")),
+        ("phimoe", ("choose_first(", "F(0.02)", "choose_first(")),
+        ("glm4_moe", ("sigmoid(", "choose(", "take(", "F(1e-20)")),
+        ("deepseek_v3", ("choose(", "put(", "-np.inf", "choose(", "F(2.5)")),
     ):
-        assert tells(read(model_of(family)).layers[-1]) == expected, family
+        experts = read(model_of(family)).layers[-1].experts
+        assert experts is not None
+        assert experts.num_chosen == 2
+        places = [experts.choose.text.find(part) for part in parts]
+        assert -1 not in places, (family, experts.choose.text)
     assert read(model_of("glm4_moe")).layers[0].experts is None
+    assert read(model_of("qwen2_moe")).layers[-1].experts.shared_gate is not None  # type: ignore[union-attr]
 
 
 def grouped(**options: Any) -> Any:
@@ -65,22 +55,16 @@ def grouped(**options: Any) -> Any:
     return model_of("glm4_moe", num_local_experts=80, **{**given, **options})
 
 
-def test_groups_and_factors_are_read() -> None:
-    routing = read(grouped(routed_scaling_factor=2.5)).layers[-1].experts.routing  # type: ignore[union-attr]
-    assert routing.groups == (5, 2)
-    assert routing.share == 2.5
-
-
 def test_how_weights_lie_and_what_gates_do_is_read() -> None:
-    silu = words.SILU, 1.0, math.inf, 0.0
-    for family, expected in (
-        ("gpt_oss", (words.LIE_ACROSS | words.ALTERNATE, (words.SWISH, 1.702, 7.0, 1.0))),
-        ("aria_text", (words.LIE_ACROSS, silu)),
-        ("lfm2_moe", (0, silu)),
+    for family, lies, gate_and_up, made in (
+        ("gpt_oss", words.LIE_ACROSS | words.ALTERNATE, "num, a1, a0", "a1[2 * i], F(7.0)"),
+        ("aria_text", words.LIE_ACROSS, "num, a0, a1", "silu(a0[i]) * a1[i]"),
+        ("lfm2_moe", 0, "num, a0, a1", "silu(a0[i]) * a1[i]"),
     ):
-        plan = read(model_of(family)).layers[-1].experts
-        assert plan is not None
-        assert (plan.lies, plan.gating) == expected, family
+        stacks = read(model_of(family)).layers[-1].experts.stacks  # type: ignore[union-attr]
+        assert stacks.lies == lies, family
+        assert gate_and_up in stacks.gating, stacks.gating
+        assert made in stacks.gating, stacks.gating
     assert forwards_for(model_of("gpt_oss", intermediate_size=36)) is None  # no whole vectors
 
 
@@ -91,11 +75,20 @@ class Bounded(nn.Module):
         return nn.functional.silu(gate).clamp(max=20)
 
 
-def test_a_bound_of_large_gates_is_noticed() -> None:
+class Mixed(nn.Module):
+    """An activation of all gates of a token."""
+
+    def forward(self, gate: torch.Tensor) -> torch.Tensor:
+        return gate.softmax(dim=-1)
+
+
+def test_a_bound_of_large_gates_is_read_and_what_is_no_gate_is_refused() -> None:
     model = model_of("mixtral")
-    assert why_by_torch(model) is None
-    model.model.layers[1].mlp.experts.act_fn = Bounded().eval()
-    assert "an activation of its own" in str(why_by_torch(model))
+    experts = model.model.layers[1].mlp.experts
+    experts.act_fn = Bounded().eval()
+    assert "at_most(silu(a0[i]), F(20.0))" in read(model).layers[1].experts.stacks.gating  # type: ignore[union-attr]
+    experts.act_fn = Mixed().eval()
+    assert "its numbers depend on each other" in str(why_by_torch(model))
 
 
 def test_a_token_of_many_experts_has_the_same_bits(dtype: torch.dtype) -> None:  # noqa: F811

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numba
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import lade
-from lade.forward import _kernels, _tiles, comparing
+from lade.forward import _kernels, _tiles
+from lade.forward._rows import FUNCTIONS
 from tests.grids import thinned
 from tests.lade.both import EIGHT, same_as_generate
 from tests.lade.forward.conftest import Ran
@@ -30,18 +33,29 @@ def called(function: Any, row: Tensor, *more: Any) -> Tensor:
     return torch.from_numpy(result)
 
 
-def test_activations_are_torchs() -> None:
-    row = torch.cat([EXTREMES, -EXTREMES])
-    made = {
-        how: (called(_kernels._activate, row, how, np.empty(len(row), np.float32)), activation)
-        for how, activation in comparing.ACTIVATIONS.items()
-    }
-    made[-1] = called(_kernels._sigmoid, row), torch.sigmoid
-    made[-2] = called(_kernels._squash, row), torch.tanh
-    for mine, activation in made.values():
-        # torch's own results of float32 differ between the vectors and the rest of a row.
-        expected = activation(row.double()).float()
-        assert torch.allclose(mine, expected, 1e-5, 1e-6, equal_nan=True), (mine, expected)
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_by_tanh": partial(functional.gelu, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "softplus": functional.softplus,
+    "exponential": torch.exp,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_torchs(name: str) -> None:
+    row, function = torch.cat([EXTREMES, -EXTREMES]), FUNCTIONS[name]
+
+    def each(row: Any) -> None:
+        for index in range(len(row)):
+            row[index] = function(row[index])
+
+    mine = called(numba.njit(each, error_model="numpy"), row)
+    # torch's own results of float32 differ between the vectors and the rest of a row.
+    expected = ACTIVATIONS[name](row.double()).float()
+    assert torch.allclose(mine, expected, 1e-5, 1e-6, equal_nan=True), (mine, expected)
 
 
 ROWS = [
@@ -57,8 +71,19 @@ ROWS = [
 
 @pytest.mark.parametrize("scores", ROWS)
 def test_a_softmax_is_torchs(scores: list[float]) -> None:
-    row = torch.tensor(scores)
-    assert torch.allclose(called(_kernels._softmax, row), row.softmax(0), 1e-6, 1e-37, True)
+    row, names = torch.tensor(scores), ("largest", "exponential", "total")
+    largest, exponential, total = map(FUNCTIONS.__getitem__, names)
+
+    def softmax(row: Any) -> None:  # as programs have it
+        most = largest(row)
+        for index in range(len(row)):
+            row[index] = exponential(row[index] - most)
+        whole = total(row)
+        for index in range(len(row)):
+            row[index] = row[index] / whole
+
+    mine = called(numba.njit(softmax, error_model="numpy"), row)
+    assert torch.allclose(mine, row.softmax(0), 1e-6, 1e-37, True)
 
 
 @pytest.mark.parametrize("scores", [*ROWS, [3e6, 3e6 - 1.0, -INF], [2.9e6, 3e6, 3e6], [5.0, NAN]])

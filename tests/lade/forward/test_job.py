@@ -195,7 +195,7 @@ def test_layers_that_read_the_keys_of_others_run_for_the_last_token_of_a_prompt(
     run_piece = file.FusedForwards._run_piece
 
     def noting(self: Any, piece: Any, *args: Any) -> None:
-        ran.append((piece.num, piece.layers))
+        ran.append((piece.num, piece.phases))
         run_piece(self, piece, *args)
 
     monkeypatch.setattr(file.FusedForwards, "_run_piece", noting)
@@ -203,8 +203,11 @@ def test_layers_that_read_the_keys_of_others_run_for_the_last_token_of_a_prompt(
     with_drafts(model, ids, max_new_tokens=1)  # the first prompt is the check's
     ran.clear()
     with_drafts(model, ids, max_new_tokens=8)
-    assert ran[:4] == [(128, (0, 2)), (128, (0, 2)), (44, (0, 2)), (1, (2, 4))]
-    assert {layers for _, layers in ran[4:]} == {(0, 4)}
+    (_, (_, middle)), (_, whole) = ran[0], ran[4]
+    assert 1 < middle < whole[1]
+    first = 0, middle  # the layers that write keys, and the end of the last of these
+    assert ran[:4] == [(128, first), (128, first), (44, first), (1, (middle - 1, whole[1]))]
+    assert {phases for _, phases in ran[4:]} == {whole} == {(0, whole[1])}
     assert [each for each in compared if not each.is_close] == []
 
 
@@ -749,7 +752,7 @@ def test_a_job_that_fails_is_given_up(ran: list[Ran], monkeypatch: pytest.Monkey
     def failing(*_: Any) -> None:
         raise ArithmeticError("of a test")
 
-    for name in ("_angles", "_caches"):
+    for name in ("_given", "_caches"):
         with monkeypatch.context() as patch:
             patch.setattr(file.FusedForwards, name, failing)
             model = model_of("llama")

@@ -1,7 +1,8 @@
 """Reading a decoder: every family as it computes, and nothing that no plan has a place for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -13,11 +14,24 @@ import lade
 from lade.forward import words
 from lade.forward.comparing import UnsupportedForwardError
 from lade.forward.job import forwards_for
-from lade.forward.reading import DecoderPlan, read
+from lade.forward.reading import DecoderPlan, products_of, read
 from tests.grids import thinned
 from tests.lade.forward.families import QUICK, READABLE, model_of
 from tests.lade.tiny import IS_NEWEST
 from tests.support.tiny import tiny_model
+
+
+def modules_in(value: Any) -> Iterator[nn.Module]:
+    """Yield the modules of a plan."""
+    if isinstance(value, nn.Module):
+        yield value
+    for each in value if isinstance(value, tuple) else ():
+        yield from modules_in(each)
+
+
+def mixing_of(plan: DecoderPlan) -> list[Any]:
+    """Return what mixes tokens in each layer."""
+    return [layer.mixing for layer in plan.layers]
 
 
 @pytest.mark.parametrize("family", thinned(READABLE, *QUICK))
@@ -30,41 +44,43 @@ def test_families_are_read(family: str) -> None:
         getattr(text, "cross_attention_layers", ())
     )
     assert len(plan.kinds) == len(plan.layers)
-    assert {layer.heads.num for layer in plan.layers if layer.heads} == {text.num_attention_heads}
-    own = {*model.modules()}
+    heads = {each.heads.num for each in mixing_of(plan) if each.heads}
+    assert heads == {text.num_attention_heads}
     # None is of the view that was watched.
-    assert {plan.head, *plan.modules, *(each.module for each in plan.embedding.calls)} <= own
-    assert plan.embedding.norm in (*own, None)
-    assert plan.transform is None or {plan.transform.linear, plan.transform.last} <= own
-    assert all(layer.rotary is None or layer.rotary.module in own for layer in plan.layers)
-    parts = [each for layer in plan.layers for each in (*layer.norms, *layer.products) if each]
-    assert {each.module for each in parts} <= own
+    assert {*modules_in(plan)} <= {*model.modules()}
 
 
 def test_llama_is_read_as_it_is() -> None:
     model = model_of("llama", num_key_value_heads=2)
     plan = read(model)
-    (embedding,), scale, norm, replaced = plan.embedding
-    assert embedding == (model.model.embed_tokens, (words.TOKENS_GIVEN,), {})
-    assert (scale, norm, plan.transform, plan.head) == (1.0, None, None, model.lm_head)
-    assert (replaced, plan.inputs) == ((), None)
-    assert {layer.heads for layer in plan.layers} == {(4, 2, 16, 16, 0, 1.0)}
+    ((embedding, _),) = [pair for pair in plan.ahead[0].before.places if pair[0].made]
+    assert embedding.made == (model.model.embed_tokens, (words.TOKENS_GIVEN,), {})
+    assert (len(plan.ahead), len(plan.last), plan.head) == (1, 2, model.lm_head)
+    assert (plan.replaced, plan.last[-1].columns) == ((), None)
+    assert {each.heads for each in mixing_of(plan)} == {(4, 2, 16, 16, 0)}
     assert {*plan.kinds} == {"full_attention"}
+    names = ["RowsStep", "ProductsPlan", "MixingPlan", "ProductsPlan", "RowsStep"]
+    names += ["ProductsPlan"] * 2
     for mine, theirs in zip(plan.layers, model.model.layers, strict=True):
         attention, mlp = theirs.self_attn, theirs.mlp
-        norms = [norm and norm.module for norm in mine.norms]
-        assert norms == [
-            *(theirs.input_layernorm, None, theirs.post_attention_layernorm),
-            *[None] * 7,
+        assert [type(each).__name__ for each in mine.phases] == names
+        before, first, mixing, out, between, inner, down = mine.phases
+        rows = [each.before for each in (before, between)]
+        norms = theirs.input_layernorm, theirs.post_attention_layernorm
+        assert [x.module for each in rows for x in each.constants] == [*norms]
+        # All layers have the same programs, each with its own weights.
+        assert [x.text for x in rows] == [x.before.text for x in plan.layers[0].phases[::4]]
+        assert [
+            product.module for phase in (first, out, inner, down) for product in phase.products
+        ] == [
+            *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+            *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
         ]
-        assert [product and product.module for product in mine.products] == [
-            *(attention.q_proj, attention.k_proj, attention.v_proj, None, attention.o_proj),
-            *(mlp.gate_proj, mlp.up_proj, mlp.down_proj, None, None),
-        ]
-        assert (mine.activation, mine.turn & words.HALVES) == (words.SILU, words.HALVES)
-        assert (mine.num_turned, mine.scaling, mine.softcap) == (16, 0.25, 0.0)
-        assert (mine.sinks, mine.factor, mine.is_parallel) == (None, 1.0, False)
-        assert (mine.keys_of, mine.scalar) == (None, None)
+        assert "(silu(a0[i]) * a1[i])" in inner.columns.text
+        assert (mixing.settings, mixing.keys_of) == ((0.25, 0.0, None), None)
+
+
+keys_of = attrgetter("keys_of")
 
 
 def of_family(family: str, tells: Callable[[DecoderPlan], Any]) -> Any:
@@ -74,50 +90,34 @@ def of_family(family: str, tells: Callable[[DecoderPlan], Any]) -> Any:
 def test_what_sets_families_apart_is_read() -> None:
     for family, tells, expected in (
         # The `sdpa` of older transformers ignores it.
-        ("gemma2", lambda plan: plan.layers[0].softcap, 50.0 if IS_NEWEST else 0.0),
-        ("gemma2", lambda plan: [norm is None for norm in plan.layers[0].norms], [False] * 4),
-        ("gemma", lambda plan: plan.layers[0].activation, words.GELU_TANH),
-        ("nemotron", lambda plan: plan.layers[0].activation, words.RELU_SQUARED),
-        ("nemotron", lambda plan: plan.layers[0].products[6], None),
-        ("phi3", lambda plan: plan.layers[0].products[1], None),
-        ("phi3", lambda plan: plan.layers[0].order, (1, (0, 4, 8), 1, -1)),
-        ("gpt_neox", lambda plan: plan.layers[0].order, (4, (0, 1, 2), 1, -1)),
-        ("codegen", lambda plan: plan.layers[0].order, (4, (0, 2, 1), 1, -1)),
-        ("gpt_bigcode", lambda plan: plan.layers[0].order, (1, (0, 4, 5), 1, -1)),
-        ("gpt2", lambda plan: len(plan.embedding.calls), 2),
-        ("gpt2", lambda plan: type(plan.layers[0].products[4].module), Conv1D),
-        ("opt", lambda plan: plan.layers[0].scaling, 0.25),
-        ("bert", lambda plan: [norm is None for norm in plan.layers[0].norms[6:8]], [False] * 2),
-        ("bert", lambda plan: plan.transform.activation, words.GELU),
-        ("nanochat", lambda plan: plan.embedding.norm is None, False),
-        ("hunyuan_v1_dense", lambda plan: plan.layers[0].norms[4].flags & words.AFTER_TURN, 16),
-        ("phi", lambda plan: plan.layers[0].is_parallel, True),
-        ("afmoe", lambda plan: plan.layers[0].order, (1, (0, 4, 8), 1, 12)),
-        ("qwen3_next", lambda plan: plan.layers[1].order, (1, (0, 8, 10), 2, 1)),
-        ("cohere", lambda plan: plan.layers[0].turn & words.NEIGHBOURS, words.NEIGHBOURS),
-        ("deepseek_v2", lambda plan: plan.layers[0].turn, words.NEIGHBOURS),
-        ("deepseek_v3", lambda plan: plan.layers[0].turn, words.HALVES | words.SORTS),
-        ("deepseek_v3", lambda plan: plan.layers[0].heads, (4, 1, 16, 16, 8, 1.0)),
-        ("deepseek_v3", lambda plan: plan.layers[0].latents[2:], (8, 8, 8)),
-        ("mimo_v2_flash", lambda plan: plan.layers[0].heads, (4, 2, 32, 16, 0, 0.707)),
-        ("sarvam_mla", lambda plan: plan.layers[0].latents.query, None),
-        ("glm", lambda plan: plan.layers[0].num_turned < plan.sizes.head_size, True),
-        ("olmo2", lambda plan: plan.layers[0].norms[4].flags & words.IS_WHOLE, words.IS_WHOLE),
-        ("qwen3", lambda plan: plan.layers[0].norms[4].flags & words.IS_WHOLE, 0),
-        ("granite", lambda plan: plan.layers[0].factor, 1.0),
-        ("smollm3", lambda plan: {layer.rotary is None for layer in plan.layers}, {False, True}),
+        ("gemma2", lambda plan: mixing_of(plan)[0].settings[1], 50.0 if IS_NEWEST else 0.0),
+        ("gemma2", lambda plan: "tanh(" in plan.last[-1].columns.text, True),
+        ("gemma", lambda plan: "gelu_by_tanh(" in plan.layers[0].phases[-2].columns.text, True),
+        ("nemotron", lambda plan: len(plan.layers[0].phases[-2].products), 1),
+        ("phi3", lambda plan: len(plan.layers[0].phases[1].products), 1),
+        ("gpt2", lambda plan: len(plan.embeddings), 2),
+        ("gpt2", lambda plan: {type(each.module) for each in products_of(plan)}, {Conv1D}),
+        ("opt", lambda plan: "* F(0.25)" in mixing_of(plan)[0].rows.text, True),
+        ("bert", lambda plan: len(plan.last), 4),
+        ("nanochat", lambda plan: "np.sqrt" in plan.ahead[0].before.text, True),
+        ("phi", lambda plan: words.SAVED in dict(plan.sizes.memory), True),
+        ("afmoe", lambda plan: "sigmoid(" in plan.layers[0].phases[3].before.text, True),
+        ("qwen3_next", lambda plan: "sigmoid(" in plan.layers[1].phases[3].before.text, True),
+        ("deepseek_v3", lambda plan: mixing_of(plan)[0].heads, (4, 1, 16, 16, 8)),
+        ("deepseek_v3", lambda plan: mixing_of(plan)[0].latents[2:5], (8, 8, 8)),
+        ("mimo_v2_flash", lambda plan: mixing_of(plan)[0].heads, (4, 2, 32, 16, 0)),
+        ("sarvam_mla", lambda plan: mixing_of(plan)[0].latents.query, None),
         ("gemma3_text", lambda plan: {*plan.kinds}, {"full_attention", "sliding_attention"}),
-        ("granite_swa", lambda plan: plan.layers[0].sinks is None, False),
-        ("gemma4_text", lambda plan: {layer.scalar for layer in plan.layers}, {"layer_scalar"}),
-        ("gemma4_text", lambda plan: (plan.inputs.scale, plan.layers[0].of_inputs), (2**-0.5, 16)),
-        ("gemma4_text-shared", lambda plan: [x.keys_of for x in plan.layers], [None, None, 0, 1]),
-        ("gemma4_text-values", lambda plan: len({*plan.layers[1].products[1:3]}), 1),
-        ("gemma4_text-values", lambda plan: len({*plan.layers[0].products[1:3]}), 2),
-        ("gemma4_unified", lambda plan: plan.inputs, None),
-        ("gemma4_unified", lambda plan: {token for _, token in plan.embedding.replaced}, {0}),
-        ("gpt_oss", lambda plan: plan.layers[0].sinks is None, False),
-        ("gpt_oss", lambda plan: plan.layers[0].num_turned, 16),
-        ("stablelm", lambda plan: plan.layers[0].norms[0].flags & words.CENTERS, words.CENTERS),
+        ("granite_swa", lambda plan: mixing_of(plan)[0].settings[2] is None, False),
+        ("gemma4_text", lambda plan: plan.layers[0].phases[-1].products[0].num_inputs, 16),
+        (
+            "gemma4_text-shared",
+            lambda plan: [x.keys_of for x in mixing_of(plan)],
+            [None, None, 0, 1],
+        ),
+        ("gemma4_unified", lambda plan: len(plan.ahead), 1),
+        ("gemma4_unified", lambda plan: {token for _, token in plan.replaced}, {0}),
+        ("gpt_oss", lambda plan: mixing_of(plan)[0].settings[2] is None, False),
     ):
         got = of_family(family, tells)
         assert got[:4] == expected if isinstance(got, list) else got == expected, family
@@ -136,7 +136,7 @@ def test_heads_of_no_whole_vectors_are_refused() -> None:
 
 def test_columns_of_no_whole_vectors_are_refused_where_they_lie_side_by_side() -> None:
     model = model_of("gpt2", n_inner=100)
-    assert read(model).sizes.inner == 100
+    assert dict(read(model).sizes.memory)[words.INNER] == 100
     assert forwards_for(model) is None
 
 
@@ -144,8 +144,8 @@ def test_the_module_that_does_not_fit_is_told() -> None:
     told = lade.probe(model_of("llama"))
     assert told.why_by_torch is None
     assert "run by torch" not in str(told)
-    told = lade.probe(tiny_model("apertus", dtype=torch.float32))
-    assert told.why_by_torch == "model.layers.0: its MLP has another activation"
+    told = lade.probe(tiny_model("bitnet", dtype=torch.float32))
+    assert told.why_by_torch == "model.layers.0: its numbers depend on each other"
     assert str(told).endswith(f"\n  run by torch: {told.why_by_torch}")
     assert "float64" in str(lade.probe(tiny_model("llama")).why_by_torch)
 
@@ -208,7 +208,27 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+#: These change a token's numbers alone: what is then in programs.
+OF_ROWS = {
+    "logits": "+ F(1.0)",
+    "an MLP": "F(1.01)",
+    "attention": "F(0.01)",
+    "a layer": "F(1.01)",
+    "the last layer": "F(1.01)",
+    "a norm": "tanh(",
+    "the last norm": "at_most(",
+}
+
+
+@pytest.mark.parametrize("change", OF_ROWS)
+def test_code_of_others_is_read_where_it_is_of_rows(change: str) -> None:
+    model = model_of("llama")
+    assert OF_ROWS[change] not in str(read(model))
+    CHANGES[change](model)
+    assert OF_ROWS[change] in str(read(model))
+
+
+@pytest.mark.parametrize("change", [each for each in CHANGES if each not in OF_ROWS])
 def test_code_of_others_is_noticed(change: str) -> None:
     model = model_of("llama")
     assert read(model)
@@ -251,6 +271,8 @@ def test_angles_that_grow_with_the_text_stay_those_of_short_ones() -> None:
     rotary = model.model.rotary_emb
     frequencies = rotary.inv_freq.clone()
     expected = [each.clone() for each in rotary(states, positions)]
-    assert read(model).layers[0].rotary is not None
+    (mixing, *_) = mixing_of(read(model))
+    assert mixing.rows is not None
+    assert any(place.made is not None for place, _ in mixing.rows.places)
     assert torch.equal(rotary.inv_freq, frequencies)
     assert all(map(torch.equal, rotary(states, positions), expected))

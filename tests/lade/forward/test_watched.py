@@ -261,19 +261,27 @@ def test_a_draft_token_without_numbers_spoils_no_other(
     assert got.tolist() == text.tolist()
 
 
-def _turned_off(views: Any) -> None:
-    views._weights._table[1, words.TURNED] = 0
+def _unsummed(views: Any) -> None:
+    views._weights._table[views._weights.starts[1], words.AT_END] = 0
 
 
 def _scaled(views: Any) -> None:
-    views._weights._table[:3, words.SCALING] = 0
+    table, num = views._weights._table, views._weights.num_phases
+    of_attention = {row[words.OF] for row in table[:num] if row[words.RUN] != 0}
+    table[[num - 1 + each for each in of_attention], words.SCALING] = 0
 
 
 def _embedded(views: Any) -> None:
-    views._weights._scale = 3.0
+    given = views._given
+
+    def scaled(request: Any) -> list[Tensor]:
+        embedded, *others = given(request)
+        return [3.0 * embedded, *others]
+
+    views._given = scaled
 
 
-@pytest.mark.parametrize("spoil", [_turned_off, _scaled, _embedded])
+@pytest.mark.parametrize("spoil", [_unsummed, _scaled, _embedded])
 def test_a_failed_proof_ends_a_plan_for_all_calls(spoil: Any, ran: list[Ran]) -> None:
     """What no look at the model can show is noticed after 128 steps with a draft, and once."""
     model, pool, steps, wrong, told = compiled(), lade.NGramPool(), list[lade.Step](), 0, 0

@@ -111,10 +111,11 @@ class Changed(nn.Module):
 def test_a_buffer_of_ones_or_zeros_is_not_left_out(numbers: Tensor) -> None:
     model = model_of("llama")
     layer = model.model.layers[1]
+    before = str(read(model))
     layer.register_buffer("unused", numbers)
-    assert {each.scalar for each in read(model).layers} == {None}
+    assert str(read(model)).count("Constant(") == before.count("Constant(")
     layer.mlp = Changed(layer.mlp, numbers)
-    assert why_by_torch(model) is not None
+    assert why_by_torch(model) == "its code depends on numbers of its parameters"
 
 
 def test_what_cannot_be_told_apart_is_refused() -> None:

@@ -1,0 +1,197 @@
+"""Programs of rows: what they give is what torch's operators gave, token by token."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lade.compat import attention_of
+from lade.forward import reading
+from lade.forward.comparing import UnsupportedForwardError
+from lade.forward.programs import TokenRows, Writer, Written
+from lade.forward.trace import Trace, Value
+from lade.forward.watching import watch
+from tests.grids import thinned
+from tests.lade.forward.families import READABLE, model_of
+
+F = np.float32
+
+
+def _choose(row: Any, out: Any, _: Any, in_order: bool) -> None:
+    out[:] = torch.from_numpy(row.copy()).topk(len(out), sorted=in_order)[1].numpy()
+
+
+def _choose_first(row: Any, out: Any) -> None:
+    out[0] = np.argmax(row)
+
+
+def _take(row: Any, places: Any, out: Any) -> None:
+    out[:] = row[places.astype(int)]
+
+
+def _put(row: Any, places: Any, out: Any, number: float) -> None:
+    out[:], out[places.astype(int)] = row, number
+
+
+def _by_tanh(x: Any) -> Any:
+    return F(0.5) * x * (1 + np.tanh(F(0.7978845608028654) * (x + F(0.044715) * x * x * x)))
+
+
+#: numpy's counterparts of the functions that compiled programs call.
+PLAIN: dict[str, Any] = {
+    "F": F,
+    "np": np,
+    "math": math,
+    "total": np.sum,
+    "largest": np.max,
+    "square": lambda x: x * x,
+    "cube": lambda x: x * x * x,
+    "exponential": np.exp,
+    "tanh": np.tanh,
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: F(0.5) * x * F(1 + math.erf(x * 0.7071067811865476)),
+    "gelu_by_tanh": _by_tanh,
+    "softplus": lambda x: np.log1p(np.exp(x)) if x < 20 else x,
+    "at_least": lambda x, low: low if x < low else x,
+    "at_most": lambda x, high: high if x > high else x,
+    "larger": max,
+    "smaller": min,
+    "choose": _choose,
+    "choose_first": _choose_first,
+    "take": _take,
+    "put": _put,
+}
+
+
+def results(rows: TokenRows, source: Written, outputs: list[Value]) -> list[tuple[Tensor, Tensor]]:
+    """Return what a program gives of each token, beside what torch gave."""
+
+    def of_token(value: Value, token: int) -> Any:
+        layout = rows.layout(value)
+        tensor = value.tensor
+        flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1).numpy()
+        return flat[layout.rows[0 if layout.is_shared else token]]
+
+    space = {**PLAIN, **{f"t{i}": np.array(each) for i, each in enumerate(source.tables)}}
+    exec(source.text, space)
+    found = []
+    for token in range(max(len(rows.layout(each).rows) for each in outputs)):
+        inputs = [of_token(each, token) for each in source.inputs]
+        constants = [each.tensor.detach().reshape(-1).numpy() for each in source.constants]
+        wanted = [of_token(each, token) for each in outputs]
+        made = [np.full(each.shape, np.nan, F) for each in wanted]
+        scratch = np.full(source.num_scratch, np.nan, F)
+        space["program"](scratch, *inputs, *constants, *made)
+        pairs = zip(made, wanted, strict=True)
+        found += [(torch.tensor(x), torch.tensor(y).float()) for x, y in pairs]
+    return found
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Writer, Written]]:
+    """Return a list of all programs that will be written."""
+    found, source = list[tuple[Writer, Written]](), Writer.source
+
+    def noting(self: Writer) -> Written:
+        found.append((self, source(self)))
+        return found[-1][1]
+
+    monkeypatch.setattr(Writer, "source", noting)
+    return found
+
+
+@pytest.mark.parametrize(
+    "family",
+    thinned(READABLE, "llama", "cohere2", "qwen3", "deepseek_v2", "phimoe", "bamba", "qwen3_next"),
+)
+@torch.no_grad()
+def test_programs_give_what_torch_gave(family: str, written: list[tuple[Writer, Written]]) -> None:
+    model = model_of(family)
+    for is_other in (False, True):
+        reading._Reader(watch(model, is_other=is_other), attention_of(model)).plan()
+    assert len(written) > 6
+    for writer, source in written:
+        for mine, theirs in results(writer._rows, source, [*writer._outputs]):
+            assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+
+
+# --- what a program may be made of ----------------------------------------------------------------
+
+
+def traced(function: Callable[[Tensor], Tensor], num_tokens: int = 3) -> Written:
+    """Return the program of a function of states [1, num_tokens, 6]."""
+    states = torch.randn(1, num_tokens, 6, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), Trace() as trace:
+        out = function(states)
+    given, made = trace.value(states), trace.value(out)
+    rows = TokenRows(num_tokens, lambda _: None)
+    rows.give(given, 1)
+    source = Writer(rows, [made], lambda each: each is given).source()
+    for mine, theirs in results(rows, source, [made]):
+        assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    return source
+
+
+def _in_place(states: Tensor) -> Tensor:
+    made = torch.zeros_like(states)
+    made[..., :4] = states[..., 2:]
+    made[..., 4:].add_(states[..., :2])
+    return made.mul_(2)
+
+
+def _chosen(states: Tensor) -> Tensor:
+    """Of two groups, that with the largest sum stays; then two numbers of each are chosen."""
+    groups = states.view(1, -1, 2, 3)
+    best = groups.sum(-1).topk(1, dim=-1)[1]
+    left = torch.zeros_like(groups[..., 0]).scatter_(-1, best, 1)
+    kept = groups.masked_fill(left[..., None] == 0, -9)
+    chosen = kept.topk(2, dim=-1, sorted=False)[1]
+    return torch.cat((groups.gather(-1, chosen), kept.max(dim=-1, keepdim=True)[0]), -1).flatten(2)
+
+
+def _complex(states: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(states.view(1, -1, 3, 2))
+    return torch.view_as_real(pairs * pairs).flatten(2)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.cat((-x[..., 3:], x[..., :3]), dim=-1) * x,
+        lambda x: (
+            x.view(1, -1, 2, 3).transpose(1, 2).flip(-1).softmax(-1).transpose(1, 2).flatten(2)
+        ),
+        lambda x: torch.nn.functional.layer_norm(x, (6,)),
+        lambda x: x.clamp(-0.5, 0.5).where(x > 0, x.abs().sqrt()),
+        _in_place,
+        _complex,
+        _chosen,
+    ],
+)
+def test_what_becomes_of_a_token_alone_is_a_program(function: Any) -> None:
+    # A text of as many tokens as a row has numbers is no other program.
+    assert traced(function).text == traced(function, 6).text
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda x: x.cumsum(1), "torch's cumsum is no operation on rows"),
+        (lambda x: x.mean(1, keepdim=True).expand(x.shape), "torch's mean mixes tokens"),
+        (lambda x: x * x.roll(1, 1), "numbers of several tokens are mixed"),
+        (lambda x: x + x.flip(1), "numbers of several tokens are mixed"),
+        (lambda x: x * torch.arange(3.0)[:, None], "arange makes numbers that are no parameters"),
+        (lambda x: x.bfloat16().float(), "it computes in torch.bfloat16"),
+        (lambda x: x @ x.mT @ x, "torch's bmm is no operation on rows"),
+        (lambda x: x.topk(2, dim=-1, largest=False)[0], "torch's topk is called otherwise"),
+        (lambda x: x.topk(3, dim=1)[0], "torch's topk is along another axis"),
+    ],
+)
+def test_what_mixes_tokens_or_hides_something_is_refused(function: Any, reason: str) -> None:
+    with pytest.raises(UnsupportedForwardError, match=reason):
+        traced(function)
