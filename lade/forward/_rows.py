@@ -160,9 +160,11 @@ def _compiled(text: str, call: str, tables: tuple[tuple[int, ...], ...]) -> Any:
     space |= {"row": _row, "integers": _integers}
     space |= {f"t{number}": np.array(each, np.int64) for number, each in enumerate(tables)}
     exec(compile(text, __file__, "exec"), space)
-    space["program"] = compiled(space["program"])
-    exec(compile(call, __file__, "exec"), space)
     versions = numba.__version__, llvmlite.__version__
     digest = sha256(repr((text, call, tables, versions)).encode()).hexdigest()
+    # Code from the disk has symbols by these names: two of the same name would be one.
+    space["program"].__qualname__ = f"program_{digest[:32]}"
+    space["program"] = compiled(space["program"])
+    exec(compile(call, __file__, "exec"), space)
     space["run"].__qualname__ = f"rows_{digest[:32]}"
     return job(space["run"])()

@@ -72,7 +72,7 @@ from lade.targets.rows import MOST_AT_ONCE
 _TRIED, _CLEAR = (1, 8), 0.8
 # Words whose memory belongs to a forward, or to none.
 _OWN = {words.STATES, words.INPUTS, words.LOGITS, words.POSITIONS, words.NOTHING}
-_PACKED = "its weights are packed in a way that jobs do not read"
+_PACKED = "its weights are packed in a format that jobs do not read"
 #: Prompts of more tokens run by the model's own forwards if it has recurrences.
 MANY_TOKENS = 64
 _GIVEN = {
