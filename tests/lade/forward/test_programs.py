@@ -1,7 +1,11 @@
 """Programs of rows: what they give is what torch's operators gave, token by token."""
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -195,3 +199,29 @@ def test_what_becomes_of_a_token_alone_is_a_program(function: Any) -> None:
 def test_what_mixes_tokens_or_hides_something_is_refused(function: Any, reason: str) -> None:
     with pytest.raises(UnsupportedForwardError, match=reason):
         traced(function)
+
+
+_ADDING = """
+import ctypes, sys
+import numpy as np
+from lade.forward._rows import address_of
+for number in sys.argv[1:]:
+    lines = ["def program(numbers):", *["numbers[0] = silu(numbers[0])"] * 100]
+    text = "\\n    ".join([*lines, f"numbers[0] += F({number})"]) + "\\n"
+    numbers = np.zeros(1, np.float32)
+    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address_of(text, ["row(given[0], 1)"]))
+    run(np.array([numbers.ctypes.data]).ctypes.data)
+    print(numbers[0])
+"""
+
+
+def test_programs_from_the_disk_are_not_one_anothers(tmp_path: Path) -> None:
+    """Each was compiled by a process of its own; a third one reads both.
+
+    They are too long to become a part of what calls them.
+    """
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    command, root = [sys.executable, "-c", _ADDING], Path(__file__).parents[3]
+    for numbers in (["1"], ["2"], ["1", "2"]):
+        out = subprocess.check_output([*command, *numbers], cwd=root, env=environment, text=True)
+        assert [*map(float, out.split())] == [*map(float, numbers)]
