@@ -15,6 +15,7 @@ from numba import types
 from numba.core import cgutils
 
 from lade.forward import words as w
+from lade.forward._digits import write_digits
 from lade.forward._experts import group, leave_groups, select
 from lade.forward._packed import STRIP
 from lade.forward._tiles import (
@@ -404,7 +405,15 @@ def described(g, number):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _multiply_packed(inputs, num_inputs, num_rows, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
+def _write_digits(g, address, num, row):  # type: ignore[no-untyped-def]
+    """Write the digits of some inputs of a row of products, if these are whole blocks."""
+    if g[w.DIGITS] != 0 and num % w.DIGITS_BLOCK == 0:
+        target = address + g[w.DIGITS] + w.DIGITS_APART * row
+        write_digits((address, target, num // w.DIGITS_BLOCK))
+
+
+@compiled
+def _multiply_packed(g, inputs, num_inputs, num_rows, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
     """Add some columns of a product with a packed weight; see `_packed.product_of`."""
     strip = (out + out_step * (num_rows + 1) + 63) // 64 * 64
     half, step, start = of[w.HALF], of[w.ROW_BYTES], first
@@ -416,7 +425,7 @@ def _multiply_packed(inputs, num_inputs, num_rows, of, first, until, out, out_st
         weight, target = of[w.WEIGHT] + step * index, out + 4 * (start - first)
         x = inputs, 4 * num_inputs, num_rows
         packed = weight, apart * step, stop - start
-        call_compiled((of[w.PACKED], *x, *packed, target, out_step, num_inputs, strip))
+        call_compiled((of[w.PACKED], *x, *packed, target, out_step, num_inputs, strip, g[w.DIGITS]))
         start = stop
 
 
@@ -457,7 +466,7 @@ def _multiply(g, inputs, num_inputs, num_rows, of, first, until, out, out_step):
     for row in range(num_rows):
         _fill(_row(out + out_step * row, num), _F(0))
     if of[w.PACKED] != 0:
-        _multiply_packed(inputs, num_inputs, num_rows, of, first, until, out, out_step)
+        _multiply_packed(g, inputs, num_inputs, num_rows, of, first, until, out, out_step)
     elif of[w.ACROSS] != 0:
         _multiply_across(g, inputs, num_inputs, num_rows, of, first, num, out, out_step)
     else:
@@ -579,7 +588,10 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
                     others = _row(beside_it, stop - start)
                     for i in range(stop - start):
                         numbers[i] = numbers[i] * others[i]
-            _copy(numbers, _row(target + 4 * (num_all * row + start), stop - start))
+            written = target + 4 * (num_all * row + start)
+            _copy(numbers, _row(written, stop - start))
+            if kind != w.TO_ROWS:
+                _write_digits(g, written, stop - start, row)
         num_done += stop - start
         start = take(phase, step)
     end(g, phase, num_done, num_all)
@@ -625,6 +637,7 @@ def _norm_states(g, of, token, index):  # type: ignore[no-untyped-def]
         _normalize(states, of, normed)
     else:
         _copy(states, normed)
+    _write_digits(g, normed.ctypes.data, size, index)
 
 
 @inlined
@@ -843,16 +856,18 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
             index = (part[w.FIRST] + token) * layer[w.NUM_HEADS] + query
             _copy(sums[row], _row(g[w.QUERIES] + 4 * index * whole, size))
             continue
-        target = g[w.ATTENDED] + 4 * layer[w.ATTENDED_SIZE] * (part[w.FIRST] + token)
+        token += part[w.FIRST]
+        target = g[w.ATTENDED] + 4 * layer[w.ATTENDED_SIZE] * token
         if layer[w.FIRST_GATE] >= 0:
             first = size * (layer[w.FIRST_GATE] + layer[w.QUERY_STEP] * query)
-            index = layer[w.MIXED_SIZE] * (part[w.FIRST] + token) + first
+            index = layer[w.MIXED_SIZE] * token + first
             gate = queries[row]
             _copy(_row(g[w.MIXED] + 4 * index, size), gate)
             _sigmoid(gate)
             for i in range(size):
                 sums[row, i] = sums[row, i] * gate[i]
         _copy(sums[row], _row(target + 4 * query * size, size))
+        _write_digits(g, target + 4 * query * size, size, token)
 
 
 @inlined
@@ -958,7 +973,9 @@ def _convolve(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyp
                 gate = _row(mixed + 4 * size * layer[w.FIRST_QUERY], num)
                 for i in range(num):
                     sums[i] = sums[i] * gate[i]
-                _copy(sums, _row(g[w.ATTENDED] + 4 * (size * token + start), num))
+                attended = g[w.ATTENDED] + 4 * (size * token + start)
+                _copy(sums, _row(attended, num))
+                _write_digits(g, attended, num, token)
         num_done += num
         start = take(phase, step)
     end(g, phase, num_done, size)
@@ -1089,17 +1106,17 @@ def _add_packed(packed, inputs, weights, results, depth, strip):  # type: ignore
     """Add products of some inputs from the k-th on with packed weights of an expert.
 
     Args:
-        packed: address of the compiled function, k, and the number of all inputs.
+        packed: address of the compiled function, k, number of all inputs, bytes to their digits.
         inputs: address of these inputs, bytes between rows, and how many rows there are.
         weights: address of the columns, bytes between them, and how many they are.
         results: address of the sums, and bytes between rows.
         depth: number of these inputs.
         strip: memory for STRIP numbers and 16 more.
     """
-    (function, k, size), (x, x_step, num_rows), (weight, row_bytes, num) = packed, inputs, weights
-    (out, out_step), strip = results, (strip + 63) // 64 * 64
+    (function, k, size, digits), (weight, row_bytes, num) = packed, weights
     given = weight + row_bytes * k // size, row_bytes, num
-    call_compiled((function, x, x_step, num_rows, *given, out, out_step, depth, strip))
+    strip = (strip + 63) // 64 * 64
+    call_compiled((function, *inputs, *given, *results, depth, strip, digits))
 
 
 @compiled
@@ -1119,17 +1136,20 @@ def _add_gathered(g, of, tokens, begin, num, out, out_step, memory):  # type: ig
     whole, width = 2 * of[w.EXPERT_INNER], 4 if format_ == FLOAT32 else 2
     first = of[w.EXPERT_GATE_UP] + width * size * whole * expert
     part, row_in_part = divmod(column, of[w.EXPERT_INNER])  # gate and up
+    by_digits = of[w.GATE_DIGITS + part] != 0
+    normed = g[w.NORMED] + (g[w.DIGITS] if by_digits else 0)
+    apart = 4 * size + (w.DIGITS_APART if by_digits else 0)
     for k in range(0, size, DEPTH):
         depth = min(DEPTH, size - k)
         for number in range(len(tokens)):
-            row = _row(g[w.NORMED] + 4 * (size * tokens[number] + k), depth)
+            row = _row(normed + apart * tokens[number] + 4 * k, depth)
             _copy(row, _row(memory + 4 * DEPTH * number, depth))
         x, rest = (memory, 4 * DEPTH, len(tokens)), memory + 4 * DEPTH * len(tokens)
         if of[w.LIES] & w.LIE_ACROSS:
             weights = first + width * (whole * k + column), width * whole, num
             _add_across(g, format_, x, weights, (out, out_step), depth, rest)
         elif of[w.GATE_PACKED] != 0:
-            packed, row_bytes = (of[w.GATE_PACKED + part], k, size), of[w.GATE_ROW + part]
+            packed, row_bytes = (of[w.GATE_PACKED + part], k, size, 0), of[w.GATE_ROW + part]
             if of[w.EXPERT_UP] == 0:  # rows of gate and up are one stack
                 address = of[w.EXPERT_GATE_UP] + row_bytes * (whole * expert + column)
             else:
@@ -1228,7 +1248,9 @@ def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
                         gate[i], wide[i] = both[2 * i], both[2 * i + 1]
                     _copy(wide, up)
                 _multiply_gated(of, gate, up, wide)
-                _copy(gate, _row(g[w.OF_EXPERTS] + 4 * (inner * (first + row) + start), num))
+                written = g[w.OF_EXPERTS] + 4 * (inner * (first + row) + start)
+                _copy(gate, _row(written, num))
+                _write_digits(g, written, num, first + row)
             num_done += 1
             piece = take(phase, 1)
         num_before += num_pieces if num_rows > 0 else 0
@@ -1257,7 +1279,8 @@ def _add_out_of_expert(g, of, expert, choices, start, num, out, totals):  # type
         weight = of[w.EXPERT_DOWN] + of[w.DOWN_ROW] * (size * expert + start)
         for k in range(0, inner, DEPTH):
             x = g[w.OF_EXPERTS] + 4 * (inner * first + k), 4 * inner, until - first
-            packed, weights = (of[w.DOWN_PACKED], k, inner), (weight, of[w.DOWN_ROW], num)
+            packed = of[w.DOWN_PACKED], k, inner, g[w.DIGITS] + w.DIGITS_APART * first
+            weights = weight, of[w.DOWN_ROW], num
             _add_packed(packed, x, weights, (out, 4 * num), min(DEPTH, inner - k), totals)
     else:
         for k in range(0, inner, DEPTH):

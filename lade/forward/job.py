@@ -498,7 +498,8 @@ class FusedForwards:
             found = self._workspaces.pop()
             if found.fits(num_tokens, num_threads):
                 return found
-        return _Workspace(self._kernels, self._sizes, num_tokens, num_threads)
+        of_call = num_tokens, num_threads, self._weights.by_digits
+        return _Workspace(self._kernels, self._sizes, *of_call)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -697,7 +698,10 @@ class _Weights:
         of_kind: numbers of the layers that have each kind of mask.
         rotaries: names of the modules that make angles, what they get, and the angles' arrangement.
         turning: int64 [layers with angles, 2], numbers of the layer and of its rotary module.
+        by_digits: whether products read digits of their inputs.
     """
+
+    by_digits = False
 
     def __init__(
         self,
@@ -747,7 +751,9 @@ class _Weights:
                 row[word + words.FIRST_ADDED] = num_added
                 if product is not None:
                     row[word + words.NUM_COLUMNS] = product.num
-                    self._add_matrix(number, word, product.module, product.first)
+                    are_whole = word != words.OUT or _are_whole_blocks(layer)
+                    of_product = word, product.module, product.first
+                    self._add_matrix(number, *of_product, by_digits=are_whole)
                     for added in product.added:
                         self._add_addition(end + 1 + num_added, added, product.first, between)
                         between += added.first.out_features
@@ -786,7 +792,7 @@ class _Weights:
             bounds.append(len(self._slots))
         self._add_norm(end, 0, plan.norm)
         self._table[end, words.NORM_SIZE + words.NUM_COLUMNS] = plan.head.out_features
-        self._add_matrix(end, words.NORM_SIZE, plan.head)
+        self._add_matrix(end, words.NORM_SIZE, plan.head, by_digits=True)
         self.turning = np.array(turning, np.int64).reshape(-1, 2)
         slots = zip(*self._slots, strict=True)
         self._modules, self._kinds, self._names, index, starts, self._known = slots
@@ -868,9 +874,14 @@ class _Weights:
 
     def _pack_experts(self, row: Any, index: int, part: Tensor, format_: int) -> None:
         function = function_of(part[0], format_)
-        require(function is not None, "its experts are in a format that jobs do not read")
-        row[words.GATE_PACKED + index] = function.address  # type: ignore[union-attr]
-        row[words.GATE_ROW + index] = part.shape[2]
+        if function is None:
+            raise UnsupportedForwardError("its experts are in a format that jobs do not read")
+        row[words.GATE_PACKED + index], row[words.GATE_ROW + index] = (
+            function.address,
+            part.shape[2],
+        )
+        row[words.GATE_DIGITS + index] = function.by_digits
+        self.by_digits |= function.by_digits
 
     def _add_recurrence(self, number: int, plan: RecurrencePlan) -> None:
         row = self._table[number]
@@ -894,15 +905,20 @@ class _Weights:
         row[words.STRAIGHT : words.ATTEND] = plan[2:]
         row[words.ATTEND] = compiled.run_attention().address
 
-    def _add_matrix(self, number: int, word: int, module: Any, column: int = 0) -> None:
-        """Add weight and bias of a linear layer, from one of its columns on."""
+    def _add_matrix(
+        self, number: int, word: int, module: Any, column: int = 0, *, by_digits: bool = False
+    ) -> None:
+        """Add weight and bias of a linear layer, from one of its columns on.
+
+        By digits, its inputs are written in whole blocks.
+        """
         if type(module) is PackedLinear:
-            function = function_of(module.blocks, module.ggml_type)
+            function = function_of(module.blocks, module.ggml_type, by_digits=by_digits)
             half, of_row = module.half_head, module.blocks.shape[1]
-            require(
-                function is not None and not (column and half), "its weights are packed otherwise"
-            )
-            packed = function.address, of_row, half  # type: ignore[union-attr]
+            if function is None or (column and half):
+                raise UnsupportedForwardError("its weights are packed otherwise")
+            self.by_digits |= function.by_digits
+            packed = function.address, of_row, half
             self._table[number, word + words.PACKED : word + words.HALF + 1] = packed
             start, dtype = column * of_row, module.weight.dtype
         elif isinstance(module, Conv1D):
@@ -1007,6 +1023,12 @@ def _jobs_of(layer: LayerPlan, compiled: Any) -> tuple[int, int]:
     return run().address, 0 if layer.experts is None else compiled.run_experts().address
 
 
+def _are_whole_blocks(layer: LayerPlan) -> bool:
+    """Return whether attention, or what a layer has instead, gives its results in whole blocks."""
+    is_usual = layer.recurrence is None and layer.latents is None
+    return is_usual and (layer.heads is None or layer.heads.size_of_value % words.DIGITS_BLOCK == 0)
+
+
 def _flat(order: HeadOrder) -> tuple[int, ...]:
     return order.num_groups, *order.firsts, order.query_step, order.gate
 
@@ -1032,7 +1054,7 @@ class _Workspace:
     """Memory that a job needs while it runs."""
 
     def __init__(
-        self, kernels: Any, sizes: DecoderSizes, num_tokens: int, num_threads: int
+        self, kernels: Any, sizes: DecoderSizes, num_tokens: int, num_threads: int, digits: bool
     ) -> None:
         self._num_tokens, self._num_threads = num_tokens, num_threads
         hidden, head, chosen = sizes.hidden, sizes.head_size, sizes.num_chosen
@@ -1040,21 +1062,26 @@ class _Workspace:
             *(num_tokens, hidden, sizes.num_heads, head, sizes.between, sizes.num_experts),
             *(chosen, sizes.taps, sizes.of_recurrence, sizes.of_latents),
         )
+        inputs = {
+            words.NORMED: num_tokens * (4 * sizes.normed + words.DIGITS_APART),
+            words.ATTENDED: num_tokens * (4 * sizes.attended + words.DIGITS_APART),
+            words.INNER: num_tokens * (4 * sizes.inner + words.DIGITS_APART),
+            words.OF_EXPERTS: num_tokens * chosen * (4 * sizes.expert_inner + words.DIGITS_APART),
+        }
+        # The same for all: what lies between is never touched, so it takes no memory.
+        to_digits = -(-max(inputs.values()) // 64) * 64 if digits else 0
         # torch aligns memory to cache lines, so two threads never write to one line.
         self._memory = {
             word: torch.empty(num, dtype=torch.uint8, device="cpu")
             for word, num in {
-                words.NORMED: 4 * num_tokens * sizes.normed,
+                **{word: num + to_digits for word, num in inputs.items()},
                 words.MIXED: 4 * num_tokens * sizes.mixed,
                 words.QUERIES: 4 * num_tokens * sizes.queries,
-                words.ATTENDED: 4 * num_tokens * sizes.attended,
-                words.INNER: 4 * num_tokens * sizes.inner,
                 words.ADDED: 4 * num_tokens * hidden,
                 words.BETWEEN: 4 * num_tokens * sizes.between,
                 words.SCORES: 4 * num_tokens * (sizes.num_experts + 1),
                 words.CHOSEN: 8 * num_tokens * chosen,
                 words.SHARES: 4 * num_tokens * chosen,
-                words.OF_EXPERTS: 4 * num_tokens * chosen * sizes.expert_inner,
                 words.PHASES: 256 * (sizes.num_layers * words.PHASES_OF_LAYER + 2),
                 words.SCRATCH: scratch * num_threads,
             }.items()
@@ -1062,6 +1089,7 @@ class _Workspace:
         self._every, self._phases = np.arange(num_tokens), self._memory[words.PHASES].numpy()
         words_of = {word: memory.data_ptr() for word, memory in self._memory.items()}
         words_of |= {words.SCRATCH_SIZE: scratch, words.EVERY: self._every.ctypes.data}
+        words_of[words.DIGITS] = to_digits
         self._indices, self._words = [*words_of], [*words_of.values()]
 
     def fits(self, num_tokens: int, num_threads: int) -> bool:

@@ -43,7 +43,7 @@ class Products:
         inputs: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        packed: tuple[int, int] | None = None,
+        packed: tuple[int, int, bool] | None = None,
     ) -> Tensor:
         """Return what `torch.nn.functional.linear` returns, up to rounding.
 
@@ -51,14 +51,16 @@ class Products:
             inputs: float32 [..., K].
             weight: float32 [N, K], or uint8 [N, bytes of a row].
             bias: float32 [N], or None.
-            packed: the words PACKED and HALF of a weight of uint8 blocks.
+            packed: the words PACKED and HALF of a weight of uint8 blocks, and whether it is
+                multiplied by digits.
         """
         num_columns, num_inputs = len(weight), inputs.shape[-1]
         num_rows, given = inputs.numel() // num_inputs, inputs.contiguous()
         results = inputs.new_empty((*inputs.shape[:-1], num_columns))
         most, num_threads = min(num_rows, _MOST_ROWS), most_threads()
         size = self._kernels.scratch_size(most, num_inputs)
-        memory = inputs.new_empty(size * num_threads + 4 * num_inputs * most, dtype=torch.uint8)
+        of_inputs = (4 * num_inputs + words.DIGITS_APART) * most
+        memory = inputs.new_empty(size * num_threads + 2 * of_inputs, dtype=torch.uint8)
         for start in range(0, num_rows, most):
             job = _Job()
             address = ctypes.addressof(job)
@@ -70,13 +72,14 @@ class Products:
             job[words.LOGITS] = results.data_ptr() + 4 * num_columns * start
             job[words.SCRATCH], job[words.SCRATCH_SIZE] = memory.data_ptr(), size
             job[words.NORMED] = job[words.SCRATCH] + size * num_threads
+            job[words.DIGITS] = of_inputs if packed is not None and packed[2] else 0
             job[words.KEPT], job[words.LAYERS] = self._kept, address
             job[words.PHASES] = address + 8 * _JOB_SIZE
             job[words.HEAD + words.WEIGHT] = weight.data_ptr()
             job[words.HEAD + words.BIAS] = 0 if bias is None else bias.data_ptr()
             job[words.HEAD + words.NUM_COLUMNS] = num_columns
             if packed is not None:
-                job[words.HEAD + words.PACKED], job[words.HEAD + words.HALF] = packed
+                job[words.HEAD + words.PACKED], job[words.HEAD + words.HALF] = packed[:2]
                 job[words.HEAD + words.ROW_BYTES] = weight.shape[1]
             self._run(self._kernels.run_forward().address, address, num_threads)
         return results

@@ -44,8 +44,11 @@
     SHARES,  # float32, the same shape: factors of these experts' results
     OF_EXPERTS,  # [choices, EXPERT_INNER of the layer], by expert
     TILES,  # of what is compiled for tiles, `run_tiles`
+    # Bytes from the first inputs of products (NORMED, ATTENDED, INNER, OF_EXPERTS) to their digits
+    # (`_digits.py`), which are written with them; 0 if no product reads any.
+    DIGITS,
     LAST_NORM,
-) = range(36)
+) = range(37)
 FLAGS, EPS, NORM_WEIGHT, NORM_BIAS, NORM_SIZE = range(5)  # EPS, as SCALING: bits of a float32
 # PACKED: address of the function compiled for a packed weight's format, or 0. ROW_BYTES: bytes of a
 # row of it. HALF: half the rows of a head, if rows of its first and second half alternate, or 0.
@@ -98,8 +101,9 @@ ROUTER, SHARED_GATE = 0, PRODUCT_SIZE
 (NUM_CHOSEN, WEIGHS, ROUTING, SHARE, NUM_SETS, NUM_SETS_CHOSEN, CORRECTION) = range(18, 25)
 (OF_STACKS, EXPERT_GATE_UP, EXPERT_DOWN, EXPERT_INNER) = range(25, 29)
 (GATE_UP_BIAS, DOWN_BIAS, LIES, GATING, ALPHA, BOUND, ADDED_TO_UP, ADDED_TO_SUM) = range(29, 37)
-# Of packed experts, up has an address of its own, or 0; of gate, up and down, PACKED and ROW_BYTES.
-EXPERT_UP, GATE_PACKED, DOWN_PACKED, GATE_ROW, DOWN_ROW = 37, 38, 40, 41, 43
+# Of packed experts, up has an address of its own, or 0; of gate, up and down, PACKED, ROW_BYTES,
+# and whether they are multiplied by digits.
+EXPERT_UP, GATE_PACKED, DOWN_PACKED, GATE_ROW, DOWN_ROW, GATE_DIGITS = 37, 38, 40, 41, 43, 44
 # Attention to latents: what makes queries of the normed columns of the layer's first product, or no
 # product if these are queries; what makes each head's key, without angles, and value of latents;
 # numbers of such a key, of a turned one, and of a value; address of what attends; EXPAND's format.
@@ -125,6 +129,10 @@ WORKERS = SLOTS + 16 * SLOT_SIZE
 LAST_SLOT = WORKERS - SLOT_SIZE
 # A bed: how many threads lie in it; the system's mutex, and its condition variable.
 MUTEX, CONDITION = 8, 24
+
+# Inputs whose digits have one scale. A row of digits is so many bytes longer than one of inputs:
+# rows a power of 2 apart would push each other out of the first cache.
+DIGITS_BLOCK, DIGITS_APART = 32, 128
 
 # Flags of a norm; the last two say which numbers it spans, and when it runs.
 IS_NORM, CENTERS, ADDS_ONE, IS_WHOLE, AFTER_TURN = 1, 2, 4, 8, 16
