@@ -160,14 +160,14 @@ class _Values:
 
     Args:
         owners: objects, held weakly, each with the names of its attributes.
-        before: by owner's id and name, what an attribute held before forwards, if that is known:
-            what changed in a forward is left out, as it always changes.
+        changed: by owner's id and name, the parts of an attribute that forwards change; they are
+            left out, as they always differ.
     """
 
     def __init__(
         self,
         owners: Iterable[tuple[Any, Collection[str]]],
-        before: "Mapping[tuple[int, str], _Leaves] | None" = None,
+        changed: "Mapping[tuple[int, str], set[_Path]] | None" = None,
     ) -> None:
         self._plain: list[tuple[Any, Any]] = []
         self._others: list[tuple[Any, Any]] = []
@@ -181,10 +181,8 @@ class _Values:
                 if found:  # the last name comes twice, so that a single one gives a tuple, too
                     kind.append((reference, itemgetter(*found, found[-1])))
             for name in inside:
-                now = _leaves(held[name])
-                first = (before or {}).get((id(owner), name), now)
-                changed = {path for path in first | now if first.get(path) != now.get(path)}
-                self._inside.append((reference, name, changed))
+                left_out = (changed or {}).get((id(owner), name), set[_Path]())
+                self._inside.append((reference, name, left_out))
         self._before = copy.deepcopy(_got(self._plain)), _got(self._others), self._seen()
 
     def are_same(self) -> bool:
@@ -224,7 +222,7 @@ class ReadAttributes:
     def __init__(self, model: Model, view: Model, reads: "Reads | None") -> None:
         values, self._buffers, self._missing = [], list[tuple[Any, str]](), []
         of_classes: dict[Any, set[str]] = {}
-        before: dict[tuple[int, str], _Leaves] = {}
+        changed: dict[tuple[int, str], set[_Path]] = {}
         self.sees_ahead = False
         for module, twin in zip(model.modules(), view.modules(), strict=True):
             held = vars(module)
@@ -241,16 +239,16 @@ class ReadAttributes:
                 self._missing.append((ref(module), frozenset(missing)))
             if present:
                 values.append((module, present))
-            owners = dict.fromkeys(present, module)
+            owners = dict.fromkeys(present, (module, twin))
             for name in missing:
                 if (holder := _holder_of(type(module), name)) is not None:
                     of_classes.setdefault(holder, set()).add(name)
-                    owners[name] = holder
+                    owners[name] = holder, holder
             if reads is not None:
-                for name, owner in owners.items():
-                    if (found := reads.before(twin, name)) is not None:
-                        before.setdefault((id(owner), name), found)
-        self._values = _Values([*values, *of_classes.items()], before)
+                for name, (owner, ran) in owners.items():
+                    if (found := reads.changed(twin, name, vars(ran).get(name))) is not None:
+                        changed.setdefault((id(owner), name), found)
+        self._values = _Values([*values, *of_classes.items()], changed)
         self._seen = self._buffers_now()
 
     def are_same(self) -> bool:
@@ -287,9 +285,18 @@ class Reads:
             if _may_change(value) and (id(module), name) not in self._before:
                 self._before[id(module), name] = _leaves(value)
 
-    def before(self, module: nn.Module, name: str) -> "_Leaves | None":
-        """Return what an attribute held when it was first read, None for a number."""
-        return self._before.get((id(module), name))
+    def changed(self, module: nn.Module, name: str, value: Any) -> "set[_Path] | None":
+        """Return the parts of an attribute that differ from when it was first read.
+
+        Args:
+            module: the module that was watched, not the model's, whose objects are others.
+            name: of the attribute.
+            value: what it holds now; numbers have no parts, and give None.
+        """
+        first, now = self._before.get((id(module), name)), _leaves(value)
+        if first is None:
+            return None
+        return {path for path in first | now if first.get(path) != now.get(path)}
 
     def of(self, module: nn.Module) -> set[str]:
         """Return the names that forwards read and do not write: written ones always change."""

@@ -402,6 +402,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 class Args:
     scale: float = 1.0
     calls: int = 0
+class Counted:
+    def __init__(self):
+        self.scale, self.calls = 1.0, 0
 class OfArgs(LlamaMLP):
     def forward(self, states):
         self.args.calls += 1
@@ -444,9 +447,11 @@ def _of_checkpoint(name: str, make: Callable[[Any, Any], Callable[[float], Any]]
     return kind(put_in)
 
 
-def _class(name: str, holder: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+def _class(
+    name: str, holder: Callable[[Any], Any], args: str = "Args"
+) -> Callable[[Any, Any], Any]:
     def make(file: Any, mlp: Any) -> Any:
-        mlp.__class__, mlp.args = vars(file)[name], file.Args()
+        mlp.__class__, mlp.args = vars(file)[name], vars(file)[args]()
         return partial(setattr, holder(file) or mlp.args, "SCALE" if name == "OfFile" else "scale")
 
     return make
@@ -459,6 +464,7 @@ def _activation(is_object: bool, file: Any, mlp: Any) -> Any:
 
 
 remote_args = _of_checkpoint("remote_args", _class("OfArgs", lambda file: None))
+remote_object = _of_checkpoint("remote_object", _class("OfArgs", lambda file: None, "Counted"))
 remote_class = _of_checkpoint("remote_class", _class("OfClass", lambda file: file.OfClass))
 remote_file = _of_checkpoint("remote_file", _class("OfFile", lambda file: file))
 remote_bag = _of_checkpoint("remote_bag", _class("OfBag", lambda file: file.bag))

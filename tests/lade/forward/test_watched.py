@@ -28,7 +28,13 @@ QUICK = [
     *(states.bias, states.scaling_in_place, states.sight, states.mask_of_sdpa),
     *(states.patched_rsqrt, states.patched_cache, states.weights_by_a_hook, states.turned_states),
     *(states.adapter_on_parameters, states.left_by_training),
-    *(states.remote_args, states.remote_class, states.remote_file, states.remote_bag),
+    *(
+        states.remote_args,
+        states.remote_object,
+        states.remote_class,
+        states.remote_file,
+        states.remote_bag,
+    ),
     *(states.remote_activation, states.remote_closure, states.wrapped_forward, states.local_mask),
 ]
 # Masks of the user's are made by the model's own forward; angles are made by the model as it is.
