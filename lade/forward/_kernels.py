@@ -15,6 +15,7 @@ from numba import types
 from numba.core import cgutils
 
 from lade.forward import words as w
+from lade.forward._digits import write_digits
 from lade.forward._experts import group
 from lade.forward._packed import STRIP
 from lade.forward._tiles import (
@@ -332,7 +333,15 @@ def given_to_job(address):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _multiply_packed(inputs, num_inputs, of, first, until, results, strip):  # type: ignore[no-untyped-def]
+def _write_digits(g, address, num, row):  # type: ignore[no-untyped-def]
+    """Write the digits of some inputs of a row of products, if these are whole blocks."""
+    if g[w.DIGITS] != 0 and num % w.DIGITS_BLOCK == 0:
+        target = address + g[w.DIGITS] + w.DIGITS_APART * row
+        write_digits((address, target, num // w.DIGITS_BLOCK))
+
+
+@compiled
+def _multiply_packed(inputs, num_inputs, digits, of, first, until, results, strip):  # type: ignore[no-untyped-def]
     """Add some columns of a product with a packed weight; see `_packed.product_of`."""
     half, step, start, (out, out_step) = of[w.HALF], of[w.ROW_BYTES], first, results
     while start < until:
@@ -342,7 +351,8 @@ def _multiply_packed(inputs, num_inputs, of, first, until, results, strip):  # t
             index = start // (2 * half) * 2 * half + start % half * 2 + start // half % 2
         weight, target = of[w.WEIGHT] + step * index, out + 4 * (start - first)
         packed = weight, apart * step, stop - start
-        call_compiled((of[w.PACKED], *inputs, *packed, target, out_step, num_inputs, strip))
+        rest = target, out_step, num_inputs, strip, digits
+        call_compiled((of[w.PACKED], *inputs, *packed, *rest))
         start = stop
 
 
@@ -372,18 +382,18 @@ def _add_biases(address, first, results, num_rows, num):  # type: ignore[no-unty
 
 
 @compiled
-def _multiply(g, inputs, num_inputs, num_rows, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
+def _multiply(g, inputs, num_inputs, num_rows, digits, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
     """Write some columns of a matrix product, plus bias.
 
-    In a stack of matrices, the columns of one follow those of another. One row behind the results
-    is memory for STRIP numbers and 16 more.
+    In a stack of matrices, the columns of one follow those of another. The digits of inputs are so
+    many bytes behind them. One row behind the results is memory for STRIP numbers and 16 more.
     """
     num, x, results = until - first, (inputs, 4 * num_inputs, num_rows), (out, out_step)
     strip = (out + out_step * (num_rows + 1) + 63) // 64 * 64
     for row in range(num_rows):
         _fill(_row(out + out_step * row, num), _F(0))
     if of[w.PACKED] != 0:
-        _multiply_packed(x, num_inputs, of, first, until, results, strip)
+        _multiply_packed(x, num_inputs, digits, of, first, until, results, strip)
     elif of[w.ACROSS] != 0:  # sums run along the columns
         format_, step = of[w.ROW_BYTES], of[w.ACROSS]
         width = 4 if format_ == FLOAT32 else 2
@@ -411,7 +421,7 @@ def _write_between(g, phase, inputs, num_inputs, num_rows, first, until, scratch
         while piece < num_before + num_pieces:
             start = (piece - num_before) * _UNIT
             stop = min(start + _UNIT, of[w.NUM_COLUMNS])
-            given = inputs, num_inputs, num_rows
+            given = inputs, num_inputs, num_rows, 0
             _multiply(g, *given, of, start, stop, scratch, out_step)
             for row in range(num_rows):
                 target = g[w.BETWEEN] + 4 * (g[w.BETWEEN_SIZE] * row + of[w.START] + start)
@@ -480,7 +490,7 @@ def _run_products(g, phase, of_phase, scratch):  # type: ignore[no-untyped-def]
                 out = scratch + 4 * (before + first - start)
                 before += of[w.NUM_COLUMNS]
             if first < until:
-                x = inputs, num_inputs, num_rows
+                x = inputs, num_inputs, num_rows, g[w.DIGITS]
                 _multiply(g, *x, of, first, until, out, out_step)
                 if of[w.FIRST_ADDED] < of[w.END_ADDED]:
                     _add_low_rank(g, of, num_rows, first, until, out, out_step, memory)
@@ -494,6 +504,8 @@ def _run_products(g, phase, of_phase, scratch):  # type: ignore[no-untyped-def]
                 index = of_phase[w.BESIDE_STEP] * row + of_phase[w.BESIDE_FIRST] + start
                 second = g[beside] + 4 * index
             _run_columns(g, columns, stop - start, start, (numbers, second), made, memory)
+            if of_phase[w.TARGET] == w.INNER:
+                _write_digits(g, made, stop - start, row)
 
 
 @compiled
@@ -517,10 +529,14 @@ def given_to_rows(g, of, token, index, scratch):  # type: ignore[no-untyped-def]
 
 @compiled
 def run_rows(g, number, token, index, scratch):  # type: ignore[no-untyped-def]
-    """Run the program that a row describes, counted from 1; see `given_to_rows`."""
+    """Run the program that a row describes, counted from 1, and return its last result's address.
+
+    For its arguments, see `given_to_rows`.
+    """
     of = described(g, number)
     given = given_to_rows(g, of, token, index, scratch)
     call_with((of[w.PROGRAM], given.ctypes.data))
+    return given[of[w.NUM_PLACES]]
 
 
 @compiled
@@ -539,7 +555,7 @@ def _run_columns(g, number, num, start, inputs, out, memory):  # type: ignore[no
 
 @inlined
 def _run_states(g, phase, of_phase, at_end, before, scratch):  # type: ignore[no-untyped-def]
-    """Run programs of each token, given the rows of two, or 0."""
+    """Run programs of each token, given the rows of two, or 0; products read the last one."""
     tokens = of_phase[w.TOKENS]
     num = g[w.NUM_TOKENS] if tokens == w.EVERY_TOKEN else g[w.NUM_KEPT]
     kept = numba.carray(pointer(g[w.KEPT]), (num,), np.int64)
@@ -549,7 +565,8 @@ def _run_states(g, phase, of_phase, at_end, before, scratch):  # type: ignore[no
             if at_end != 0:
                 run_rows(g, at_end, token, index, scratch)
             if before != 0:
-                run_rows(g, before, token, index, scratch)
+                made = run_rows(g, before, token, index, scratch)
+                _write_digits(g, made, described(g, before)[w.NUM_DIGITS], index)
 
 
 @inlined
@@ -668,9 +685,10 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
             index = layer[w.QUERIES_SIZE] * (part[w.FIRST] + token) + whole * query
             _copy(sums[row], _row(g[w.QUERIES] + 4 * index, size))
             continue
-        target = g[w.ATTENDED] + 4 * layer[w.ATTENDED_SIZE] * (part[w.FIRST] + token)
-        target += 4 * query * size
+        token += part[w.FIRST]
+        target = g[w.ATTENDED] + 4 * (layer[w.ATTENDED_SIZE] * token + query * size)
         _copy(sums[row], _row(target, size))
+        _write_digits(g, target, size, token)
 
 
 @inlined
@@ -761,11 +779,13 @@ def _convolve(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyp
         for part in range(g[w.NUM_PARTS]):
             num_new = parts[part, w.NUM_NEW]
             for new in range(num_new):
-                place = 4 * (size * (parts[part, w.FIRST] + new) + start)
+                token = parts[part, w.FIRST] + new
+                place = 4 * (size * token + start)
                 slot = caches[part, w.NUM_KEYS] - num_new + new
                 row, sums = _row(g[w.QUERIES] + place, num), _row(g[w.ATTENDED] + place, num)
                 inputs = caches[part, w.KEYS], size, start
                 _convolve_slot(layer, weights, inputs, slot, row, sums)
+                _write_digits(g, g[w.ATTENDED] + place, num, token)
 
 
 @job
@@ -787,7 +807,7 @@ def _score_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     """Write the scores of a layer's router, and the gate of its shared expert."""
     num_rows, num_experts = g[w.NUM_TOKENS], of[w.ROUTER + w.NUM_COLUMNS]
     num_all, out_step = num_experts + of[w.SHARED_GATE + w.NUM_COLUMNS], 4 * _MOST_COLUMNS
-    x = g[w.NORMED], g[w.HIDDEN], num_rows
+    x = g[w.NORMED], g[w.HIDDEN], num_rows, g[w.DIGITS]
     step = _share(num_all, g[w.NUM_THREADS], 4, _UNIT)
     for start, stop in pieces(g, phase, num_all, step):
         middle = max(start, min(stop, num_experts))
@@ -828,6 +848,9 @@ def _inner_at_once(g, of, num_hit, num_rows):  # type: ignore[no-untyped-def]
 def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     """Write the inner states of all choices, expert by expert."""
     size, inner, alternate = g[w.HIDDEN], of[w.EXPERT_INNER], of[w.LIES] & w.ALTERNATE
+    given, apart = g[w.NORMED], 4 * size
+    if of[w.BY_DIGITS] != 0:  # which take as much memory
+        given, apart = given + g[w.DIGITS], apart + w.DIGITS_APART
     num_hit, ends, tokens, _, scratch = _grouped(g, of, scratch)
     piece, num_before, num_done = take(phase, 1), 0, 0
     # A late thread may have grouped the choices of the next layer: the first one tells all others
@@ -850,21 +873,23 @@ def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
             start = (piece - num_before) * step
             num = min(step, inner - start)
             for row in range(num_rows):
-                states = _row(g[w.NORMED] + 4 * size * tokens[first + row], size)
+                states = _row(given + apart * tokens[first + row], size)
                 _copy(states, _row(scratch + 4 * size * row, size))
             for part in range(1 if alternate else 2):  # both, or gate and up
                 word = w.EXPERT_UP if part else w.EXPERT_GATE
                 product, out = of[word : word + w.PRODUCT_SIZE], results + out_step // 2 * part
                 column, columns = (2 * start, 2 * num) if alternate else (start, num)
                 begin = product[w.NUM_COLUMNS] * expert + column
-                x = scratch, size, num_rows
+                x = scratch, size, num_rows, 0
                 _multiply(g, *x, product, begin, begin + columns, out, out_step)
                 begin = inner * (2 * expert + part) + column
                 _add_biases(of[w.GATE_UP_BIAS], begin, (out, out_step), num_rows, columns)
             for row in range(num_rows):
                 gate, out = results + out_step * row, inner * (first + row) + start
                 up = gate + 4 if alternate else gate + out_step // 2
-                call_compiled((of[w.GATING], num, gate, up, g[w.OF_EXPERTS] + 4 * out))
+                made = g[w.OF_EXPERTS] + 4 * out
+                call_compiled((of[w.GATING], num, gate, up, made))
+                _write_digits(g, made, num, first + row)
             num_done += 1
             piece = take(phase, 1)
         num_before += num_pieces if num_rows > 0 else 0
@@ -890,7 +915,8 @@ def _run_out_of_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
         for expert in range(len(ends) - 1):  # behind its results is memory of later ones
             first, until = ends[expert], ends[expert + 1]
             if first < until:
-                x = g[w.OF_EXPERTS] + 4 * inner * first, inner, until - first
+                digits = g[w.DIGITS] + w.DIGITS_APART * first
+                x = g[w.OF_EXPERTS] + 4 * inner * first, inner, until - first, digits
                 begin, out = size * expert + start, scratch + 4 * num * first
                 _multiply(g, *x, down, begin, begin + num, out, 4 * num)
         for token in range(g[w.NUM_TOKENS]):
@@ -920,6 +946,16 @@ def run_experts(address: Any) -> None:
 
 
 # --- a whole forward --------------------------------------------------------------------------
+
+
+@job
+def run_digits(address: Any) -> None:
+    """Write digits of a product's inputs where nobody has written these; see `given_to_job`."""
+    given = numba.carray(address, (4,), np.int64)
+    g = numba.carray(pointer(given[0]), (w.JOB_SIZE,), np.int64)
+    num = numba.carray(pointer(given[2]), (w.ROW_SIZE,), np.int64)[w.NUM_GIVEN]
+    for row, _ in pieces(g, given[1], g[w.NUM_TOKENS], 1):
+        _write_digits(g, g[w.NORMED] + 4 * num * row, num, row)
 
 
 @job

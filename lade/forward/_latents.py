@@ -70,7 +70,7 @@ def _write_queries(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     beside = scratch + 4 * size * num
     for head, _ in pieces(g, phase, num_heads, 1):
         if of[w.SECOND_QUERY + w.WEIGHT] != 0:
-            given = g[w.NORMED], num_inputs, num
+            given = g[w.NORMED], num_inputs, num, 0
             of_query, first = of[w.SECOND_QUERY : w.EXPAND], size * head
             _multiply(g, *given, of_query, first, first + size, scratch, 4 * size)
         else:
@@ -100,7 +100,7 @@ def _write_values(g, phase, of, scratch):  # type: ignore[no-untyped-def]
             got = g[w.QUERIES] + step * token + 4 * (rank + of[w.TURNING]) * head
             _copy(_row(got, rank), _row(scratch + 4 * rank * token, rank))
         first = (of[w.STRAIGHT] + size) * head + of[w.STRAIGHT]
-        _multiply(g, scratch, rank, num, of_expand, first, first + size, out, 4 * size)
+        _multiply(g, scratch, rank, num, 0, of_expand, first, first + size, out, 4 * size)
         for token in range(num):
             target = 4 * (of[w.ATTENDED_SIZE] * token + size * head)
             _copy(_row(out + 4 * size * token, size), _row(g[w.ATTENDED] + target, size))

@@ -29,7 +29,10 @@ from lade.forward._tiles import (
     add_wide,
     at,
     by_case,
+    called,
+    everywhere,
     fetch,
+    fused,
     job,
     widened,
 )
@@ -42,7 +45,7 @@ _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _LEVELS = {Q4_0: range(-8, 8), IQ4_NL: _IQ4, IQ4_XS: _IQ4, MXFP4: _FP4}  # of the numbers 0 to 15
 HAS_IQ4 = LANES == 16 or "avx2" in FEATURES  # its values need look-ups
 STRIP = 4 * DEPTH  # numbers that are unpacked at once for many rows
-NUM_GIVEN = 10  # arguments of a product
+NUM_GIVEN = 11  # arguments of a product
 
 # Rows and columns of tiles: for few rows, for some more, and for unpacked numbers.
 _FEW, _TALL, _WHOLE = ((4, 4), (8, 2), (6, 4)) if LANES == 16 else ((4, 2), (4, 2), (4, 2))
@@ -156,11 +159,11 @@ class _Unpack:
         if self._format in (Q5_0, Q5_1, Q5_K):
             first = _floats([-16] * LANES)
             least = build.fmul(scale, first) if least is None else least
-            return lambda of: self._fma(build.sitofp(of, _FLOATS), scale, least)
+            return lambda of: fused(build, build.sitofp(of, _FLOATS), scale, least)
         levels = _LEVELS.get(self._format, range(16))
         if LANES == 16:
             table = _floats(levels)
-            table = build.fmul(table, scale) if least is None else self._fma(table, scale, least)
+            table = build.fmul(table, scale) if least is None else fused(build, table, scale, least)
             return partial(self._looked_up, table)
 
         def by_level(index: Any) -> Any:
@@ -171,7 +174,7 @@ class _Unpack:
                 level = build.select(build.icmp_unsigned(">", index, _ints(7)), upper, lower)
             else:
                 level = build.sitofp(build.add(index, _ints(levels[0])), _FLOATS)
-            return build.fmul(level, scale) if least is None else self._fma(level, scale, least)
+            return build.fmul(level, scale) if least is None else fused(build, level, scale, least)
 
         return by_level
 
@@ -217,20 +220,14 @@ class _Unpack:
             index = build.mul(group, _INT64(8))
             index = build.add(index, _INT64(2 * quarter + LANES * part // 16))
             factors = self._factor(column, index), self._factor(column, index, 16)
-            return self._fma(build.sitofp(six, _FLOATS), *factors)
+            return fused(build, build.sitofp(six, _FLOATS), *factors)
 
         return [partial(make, quarter, part) for quarter in range(4) for part in range(32 // LANES)]
 
     def _looked_up(self, table: Any, index: Any) -> Any:
         """Emit a look-up in a vector, by the lowest bits."""
         name = "llvm.x86.avx512.permvar.sf.512" if LANES == 16 else "llvm.x86.avx2.permps"
-        kind = ir.FunctionType(_FLOATS, [_FLOATS, _INTS])
-        look = cgutils.get_or_insert_function(self._build.module, kind, name)
-        return self._build.call(look, [table, index])
-
-    def _fma(self, a: Any, b: Any, c: Any) -> Any:
-        product = self._build.fmul(a, b, flags=("contract",))
-        return self._build.fadd(product, c, flags=("contract",))
+        return called(self._build, name, _FLOATS, table, index)
 
     # --- scales -----------------------------------------------------------------------------------
 
@@ -300,8 +297,7 @@ class _Unpack:
         return self._build.shuffle_vector(numbers, numbers, mask)
 
     def _all(self, number: Any, kind: Any = _INTS) -> Any:
-        one = self._build.insert_element(ir.Constant(kind, ir.Undefined), number, _INT32(0))
-        return self._build.shuffle_vector(one, one, ir.Constant(_INTS, [0] * LANES))
+        return everywhere(self._build, number, kind)
 
     def _half(self, address: Any, offset: int) -> Any:
         """Emit a float16 as float32 in all lanes."""
@@ -324,10 +320,7 @@ class _Unpack:
         was there before, such as a sum.
         """
         build, kind = self._build, ir.VectorType(_INT32, LANES // 2)
-        one = build.insert_element(
-            ir.Constant(kind, ir.Undefined), self._load(address, 0, _INT32), _INT32(0)
-        )
-        both = build.shuffle_vector(one, one, ir.Constant(kind, [0] * (LANES // 2)))
+        both = everywhere(build, self._load(address, 0, _INT32), kind)
         both = build.fpext(build.bitcast(both, ir.VectorType(_HALF, LANES)), _FLOATS)
         return [
             build.shuffle_vector(
@@ -493,8 +486,9 @@ def product_of(format_: int) -> Any:
     Its argument is the address of NUM_GIVEN int64: address of inputs (float32), bytes between rows,
     number of rows; address of weights, bytes between columns, number of columns; address of results
     (float32), to which products are added, bytes between rows; number of inputs, whole blocks;
-    address of scratch memory for STRIP float32. If the address of inputs is 0, it unpacks the
-    weights to the results, a row for each column.
+    address of scratch memory for STRIP float32, on a cache line; bytes from inputs to their digits,
+    which only `_digits.product_of` reads. If the address of inputs is 0, it unpacks the weights to
+    the results, a row for each column.
     """
     _, numbers, in_bytes = words.BLOCKS[format_]
     at_once, most_fused, few, tall, whole = _at_once(format_), _MOST_FUSED, _FEW, _TALL, _WHOLE

@@ -148,6 +148,25 @@ def _tile(builder: Any, of: Any) -> None:
     by_case(builder, size, cases)
 
 
+def everywhere(build: Any, number: Any, kind: Any) -> Any:
+    """Write a number into all lanes of a type of vectors."""
+    one = build.insert_element(ir.Constant(kind, ir.Undefined), number, _INT32(0))
+    mask = ir.Constant(ir.VectorType(_INT32, kind.count), [0] * kind.count)
+    return build.shuffle_vector(one, one, mask)
+
+
+def fused(build: Any, first: Any, second: Any, third: Any) -> Any:
+    """Write a product of two vectors plus a third, rounded once if the CPU fuses them."""
+    product = build.fmul(first, second, flags=("contract",))
+    return build.fadd(product, third, flags=("contract",))
+
+
+def called(build: Any, name: str, result: Any, *given: Any) -> Any:
+    """Write a call of one of LLVM's own functions, by its name and the type of its result."""
+    kind = ir.FunctionType(result, [each.type for each in given])
+    return build.call(cgutils.get_or_insert_function(build.module, kind, name), given)
+
+
 def by_case(builder: Any, number: Any, cases: Mapping[int, Callable[[], object]]) -> None:
     """Write a switch: it runs the code of a number's case, and nothing for another number."""
     end = builder.append_basic_block("end")
@@ -200,12 +219,10 @@ def _write_tile(build: Any, rows: range, columns: range, given: Any) -> None:
 
 def add_wide(build: Any, sums: Any, inputs: Any, wide: Any, index: Any, kind: Any) -> None:
     """Write code that adds to sums the products of each row's vector with each column's."""
-    fused = ("contract",)
     for of_row, address_of_row in zip(sums, inputs, strict=True):
         values = build.load(at(build, address_of_row, index, 4, kind), align=4)
         for address, of_column in zip(of_row, wide, strict=True):
-            product = build.fmul(values, of_column, flags=fused)
-            build.store(build.fadd(build.load(address), product, flags=fused), address)
+            build.store(fused(build, values, of_column, build.load(address)), address)
 
 
 def add_totals(build: Any, sums: Any, addresses: Any) -> None:
@@ -241,12 +258,12 @@ def add_totals(build: Any, sums: Any, addresses: Any) -> None:
         build.store(build.fadd(build.load(result, align=4), totals), result, align=4)
 
 
-def fetch(build: Any, address: Any) -> None:
-    """Write code that prefetches the cache line at an address into the second-level cache."""
+def fetch(build: Any, address: Any, level: int = 2) -> None:
+    """Write code that prefetches the cache line at an address into a cache."""
     pointer_type = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer_type, _INT32, _INT32, _INT32])
     instruction = build.module.declare_intrinsic("llvm.prefetch", [pointer_type], kind)
-    to_read, locality, data = _INT32(0), _INT32(2), _INT32(1)
+    to_read, locality, data = _INT32(0), _INT32(4 - level), _INT32(1)
     build.call(instruction, [build.inttoptr(address, pointer_type), to_read, locality, data])
 
 
@@ -290,7 +307,7 @@ def job(function: Callable[[Any], None]) -> Callable[[], Any]:
 def _compile(function: Callable[[Any], None]) -> Any:
     kind, options = types.void(types.voidptr), {"nogil": True, "error_model": "numpy"}
     try:
-        names = "_packed", "_experts", "_kernels", "_rows", "_workers"
+        names = "_packed", "_digits", "_experts", "_kernels", "_rows", "_workers"
         beside = [Path(__file__).with_name(f"{name}.py") for name in names]
         files: list[str | Path] = [__file__, words.__file__, *beside]
         others = b"".join(Path(file).read_bytes() for file in files)
@@ -379,8 +396,6 @@ def _write_sums(build: Any, format_: int, rows: range, vectors: range, given: An
         cgutils.alloca_once_value(build, build.load(address, align=4)) for address in of_totals
     ]
     far = build.mul(value_step, _INT64(_AHEAD))
-    nothing = ir.Constant(_FLOATS, ir.Undefined)
-    everywhere = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
     with cgutils.for_range(build, num_values) as loop:
         line = build.add(values, build.mul(value_step, loop.index))
         for start in range(0, LANES * len(vectors) * _WIDTHS[format_], _LINE):
@@ -391,11 +406,9 @@ def _write_sums(build: Any, format_: int, rows: range, vectors: range, given: An
         for of_row, total, sums_of_row in zip(of_rows, added, sums, strict=True):
             weight = build.load(at(build, of_row, loop.index, 4, _FLOAT), align=4)
             build.store(build.fadd(build.load(total), weight), total)
-            one = build.insert_element(nothing, weight, ir.IntType(32)(0))
-            alike = build.shuffle_vector(one, nothing, everywhere)
+            alike = everywhere(build, weight, _FLOATS)
             for vector, address in zip(wide, sums_of_row, strict=True):
-                product = build.fmul(alike, vector, flags=("contract",))
-                build.store(build.fadd(build.load(address), product, flags=("contract",)), address)
+                build.store(fused(build, alike, vector, build.load(address)), address)
     for of_row, sums_of_row in zip(addresses, sums, strict=True):
         for address, total in zip(of_row, sums_of_row, strict=True):
             build.store(build.load(total), address, align=4)

@@ -37,7 +37,14 @@ from lade.forward._rows import address_of
 from lade.forward.comparing import Forward, UnsupportedForwardError, require, why_wrong
 from lade.forward.experts import PARTS, STACKS, StacksPlan
 from lade.forward.linear import FORMATS, MOST_TOKENS, Products, is_plain, kernels
-from lade.forward.packed import PackedConv1D, PackedLinear, PackedStack, function_of, made_whole
+from lade.forward.packed import (
+    PackedConv1D,
+    PackedLinear,
+    PackedStack,
+    function_of,
+    has_digits,
+    made_whole,
+)
 from lade.forward.reading import (
     AdditionPlan,
     CallPlan,
@@ -72,6 +79,8 @@ from lade.targets.rows import MOST_AT_ONCE
 _TRIED, _CLEAR = (1, 8), 0.8
 # Words whose memory belongs to a forward, or to none.
 _OWN = {words.STATES, words.INPUTS, words.LOGITS, words.POSITIONS, words.NOTHING}
+# Words of what products read: beside it are its digits, if it is made in whole blocks.
+_INPUTS = {words.NORMED, words.QUERIES, words.ATTENDED, words.INNER, words.OF_EXPERTS}
 _PACKED = "its weights are packed in a format that jobs do not read"
 #: Prompts of more tokens run by the model's own forwards if it has recurrences.
 MANY_TOKENS = 64
@@ -479,7 +488,7 @@ class FusedForwards:
             found = self._workspaces.pop()
             if found.fits(num_tokens, num_threads):
                 return found
-        of_plan = self._sizes, self._weights.num_phases
+        of_plan = self._sizes, self._weights.num_phases, self._weights.by_digits
         return _Workspace(self._kernels, *of_plan, num_tokens, num_threads)
 
     # --- requests ---------------------------------------------------------------------------------
@@ -652,7 +661,10 @@ class _Weights:
         calls: names of the modules that make embeddings and angles, and what they get.
         wanted: what is used of these: number of the call and of its result, numbers of a token.
         turning: int64 [addresses, 2], where each is in the table, and its number in `wanted`.
+        by_digits: whether products read digits of their inputs.
     """
+
+    by_digits = False
 
     def __init__(
         self,
@@ -702,7 +714,7 @@ class _Weights:
         self._modules, self._kinds, self._names, index, starts, self._known = slots
         self._index, self._starts = np.array(index), np.array(starts)
 
-    def _add_phases(self, phases: Iterable[Any], kind: int = 0, cache: int = 0) -> None:
+    def _add_phases(self, phases: Sequence[Any], kind: int = 0, cache: int = 0) -> None:
         """Describe phases, with the number of the layer's masks and of its cache."""
         for phase in phases:
             row, number = self._rows[self._num_filled], self._num_filled
@@ -710,7 +722,7 @@ class _Weights:
                 row[words.TOKENS], row[words.BEFORE] = phase.tokens, self._add_rows(phase.before)
                 row[words.AT_END] += self._add_rows(phase.at_end)
             elif type(phase) is ProductsPlan:
-                self._add_products(number, phase)
+                self._add_products(number, phase, _have_digits(phase.given, phases))
             else:
                 is_mixing = type(phase) is MixingPlan
                 add: Any = self._add_mixing if is_mixing else self._add_experts
@@ -721,7 +733,7 @@ class _Weights:
                     row[words.RUN : words.CACHE + 1] = run, step, of, kind, cache
             self._num_filled += _num_rows(phase)
 
-    def _add_products(self, number: int, plan: ProductsPlan) -> None:
+    def _add_products(self, number: int, plan: ProductsPlan, by_digits: bool) -> None:
         row, between = self._rows[number], 0
         row[words.GIVEN], row[words.NUM_GIVEN] = plan.given, plan.products[0].num_inputs
         row[words.TARGET], row[words.NUM_MADE] = plan.target, plan.num_made
@@ -733,7 +745,8 @@ class _Weights:
             row[word + words.FIRST_ADDED] = self._num_added
             if index < len(plan.products):
                 product = plan.products[index]
-                self._add_matrix(number, word, product.module, product.first)
+                of_product = word, product.module, product.first
+                self._add_matrix(number, *of_product, by_digits=by_digits)
                 row[word + words.NUM_COLUMNS] = product.num
                 for added in product.added:
                     of_added = self.num_phases + self._num_added
@@ -774,7 +787,8 @@ class _Weights:
         row[words.PROGRAM] = _program_of(plan)
         constants = [(each, 0) for each in plan.constants]
         whole: list[Any] = [*places[: plan.num_inputs], *constants, *places[plan.num_inputs :]]
-        row[words.NUM_PLACES] = len(whole)
+        row[words.NUM_PLACES], (last, size) = len(whole), whole[-1]
+        row[words.NUM_DIGITS] = size if last.word in _INPUTS else 0
         for each, (place, size) in enumerate(whole):
             word = words.PLACES + 3 * each
             if isinstance(place, Constant):
@@ -827,9 +841,9 @@ class _Weights:
 
     def _add_experts(self, number: int, plan: ExpertsPlan) -> None:
         row, stacks = self._rows[number], plan.stacks
-        self._add_matrix(number, words.ROUTER, plan.router)
+        self._add_matrix(number, words.ROUTER, plan.router, by_digits=True)
         if plan.shared_gate is not None:
-            self._add_matrix(number, words.SHARED_GATE, plan.shared_gate)
+            self._add_matrix(number, words.SHARED_GATE, plan.shared_gate, by_digits=True)
         row[words.NUM_CHOSEN], row[words.EXPERT_INNER] = plan.num_chosen, stacks.inner
         row[words.CHOOSE] = self._add_rows(plan.choose)
         self._add_stacks(number, stacks)
@@ -854,8 +868,11 @@ class _Weights:
         of_biases = words.GATE_UP_BIAS, words.EXPERT_DOWN + words.BIAS
         across = bool(row[words.LIES] & words.LIE_ACROSS)
         firsts = 0, inner, 0
-        for word, name, format_, first in zip(of_words, names, formats, firsts, strict=True):
-            self._add_weight(number, word, module, name, format_, across, first)
+        are_alike = all(map(has_digits, formats[:2]))  # gate and up read the same rows
+        row[words.BY_DIGITS], by_digits = are_alike, (are_alike, are_alike, True)
+        parts = zip(of_words, names, formats, firsts, by_digits, strict=True)
+        for word, name, format_, first, each in parts:
+            self._add_weight(number, word, module, name, format_, across, first, by_digits=each)
         for word, name in zip(of_biases, biases, strict=True):
             self._add(number, word, module, name)
 
@@ -881,18 +898,26 @@ class _Weights:
         row[words.TURN], row[words.TURNED_PLACE] = self._add_rows(plan.turn), plan.of_row
         row[words.MIXED_SIZE] = plan.mixed
 
-    def _add_matrix(self, number: int, word: int, module: Any, column: int = 0) -> None:
-        """Describe a linear layer, from one of its columns on."""
+    def _add_matrix(
+        self, number: int, word: int, module: Any, column: int = 0, *, by_digits: bool = False
+    ) -> None:
+        """Describe a linear layer, from one of its columns on; see `_add_weight`."""
         is_packed = isinstance(module, PackedLinear | PackedConv1D)
         half, format_ = getattr(module, "half_head", 0), module.ggml_type if is_packed else None
         require(not (column and half), _PACKED)
         of_weight = format_, isinstance(module, Conv1D), column
-        self._add_weight(number, word, module, "weight", *of_weight)
+        self._add_weight(number, word, module, "weight", *of_weight, by_digits=by_digits)
         self._rows[number][word + words.HALF] = half
         self._add(number, word + words.BIAS, module, "bias", start=4 * column)
 
     def _add_weight(
-        self, number: int, word: int, module: nn.Module, name: str, *of_weight: Any
+        self,
+        number: int,
+        word: int,
+        module: nn.Module,
+        name: str,
+        *of_weight: Any,
+        by_digits: bool,
     ) -> None:
         """Describe a matrix, or a stack of matrices whose columns count one after another.
 
@@ -901,6 +926,7 @@ class _Weights:
             module, name: the weight.
             of_weight: GGML's number of the weight's format, or None if it is not packed; whether it
                 lies input by input; the first column.
+            by_digits: whether its inputs have digits.
         """
         format_, across, column = of_weight
         weight: Any = module._parameters[name]
@@ -912,9 +938,11 @@ class _Weights:
             row[words.ACROSS], row[words.ROW_BYTES] = of_row, FORMATS[dtype]
             start = column * dtype.itemsize
         elif format_ is not None:
-            function = function_of(weight.detach().view(torch.uint8).flatten(0, -2), format_)
+            rows = weight.detach().view(torch.uint8).flatten(0, -2)
+            function = function_of(rows, format_, by_digits=by_digits)
             require(function is not None, _PACKED)
             assert function is not None
+            self.by_digits |= function.by_digits
             row[words.PACKED], row[words.ROW_BYTES] = function.address, of_row
         self._add(number, word, module, name, dtype, start)
 
@@ -1001,6 +1029,16 @@ def _job_of(phase: MixingPlan | ExpertsPlan, compiled: Any) -> int:
     return int(run().address)
 
 
+def _have_digits(word: int, phases: Iterable[Any]) -> bool:
+    """Return whether what some phases write for a product, at a word of the job, gets digits."""
+    mixing = next((each for each in phases if type(each) is MixingPlan), None)
+    if word != words.ATTENDED or mixing is None:
+        return word in _INPUTS
+    if mixing.recurrence is not None or mixing.latents is not None:
+        return False
+    return mixing.heads is None or mixing.heads.size_of_value % words.DIGITS_BLOCK == 0
+
+
 def _num_rows(phase: Any) -> int:
     """Return how many phases of a job one of a plan is."""
     if type(phase) is MixingPlan:
@@ -1032,12 +1070,19 @@ class _Workspace:
         kernels: Any,
         sizes: DecoderSizes,
         num_phases: int,
+        by_digits: bool,
         num_tokens: int,
         num_threads: int,
     ) -> None:
         self._num_tokens, self._num_threads = num_tokens, num_threads
         scratch = kernels.scratch_size(num_tokens, sizes.hidden, *sizes[5:])
         of_words = {word: 4 * num_tokens * size for word, size in sizes.memory if word not in _OWN}
+        # The same for all: what lies between is never touched, so it takes no memory.
+        to_digits = 0
+        if by_digits:
+            apart = words.DIGITS_APART * num_tokens * max(sizes.num_chosen, 1)
+            to_digits = -(-max(of_words.values()) // 64) * 64
+            of_words |= {each: to_digits + of_words[each] + apart for each in _INPUTS & {*of_words}}
         of_words[words.BETWEEN] = 4 * num_tokens * sizes.between
         of_words |= {words.PHASES: 256 * num_phases, words.SCRATCH: scratch * num_threads}
         # torch aligns memory to cache lines, so two threads never write to one line.
@@ -1048,6 +1093,7 @@ class _Workspace:
         self._every, self._phases = np.arange(num_tokens), self._memory[words.PHASES].numpy()
         words_of = {word: memory.data_ptr() for word, memory in self._memory.items()}
         words_of |= {words.SCRATCH_SIZE: scratch, words.EVERY: self._every.ctypes.data}
+        words_of[words.DIGITS] = to_digits
         self._indices, self._words = [*words_of], [*words_of.values()]
 
     def fits(self, num_tokens: int, num_threads: int) -> bool:

@@ -20,7 +20,8 @@ MOST_TOKENS = 128  # of one job; a longer prompt runs as several
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TENSORS = (Tensor, nn.Parameter, Blocks)
 _MOST_ROWS = 64  # of a job: the second cache holds the inputs of so many rows
-_Job = ctypes.c_int64 * (words.JOB_SIZE + words.ROW_SIZE + 32)  # then the counters of its phase
+# Two phases, digits and products, and the counters of each.
+_Job = ctypes.c_int64 * (words.JOB_SIZE + 2 * (words.ROW_SIZE + 32))
 
 
 class Products:
@@ -39,7 +40,7 @@ class Products:
         inputs: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        packed: tuple[int, int] | None = None,
+        packed: tuple[int, int, bool] | None = None,
     ) -> Tensor:
         """Return what `torch.nn.functional.linear` returns, up to rounding.
 
@@ -47,32 +48,42 @@ class Products:
             inputs: float32 [..., K].
             weight: float32 [N, K], or uint8 [N, bytes of a row].
             bias: float32 [N], or None.
-            packed: the words PACKED and HALF of a weight of uint8 blocks.
+            packed: the words PACKED and HALF of a weight of uint8 blocks, and whether it is
+                multiplied by digits.
         """
         num_columns, num_inputs = len(weight), inputs.shape[-1]
         num_rows, given = inputs.numel() // num_inputs, inputs.contiguous()
         results = inputs.new_empty((*inputs.shape[:-1], num_columns))
         most, num_threads = min(num_rows, _MOST_ROWS), most_threads()
         size = self._kernels.scratch_size(most)
-        memory = inputs.new_empty(size * num_threads, dtype=torch.uint8)
+        by_digits = packed is not None and packed[2]
+        of_digits = (4 * num_inputs + words.DIGITS_APART) * most if by_digits else 0
+        memory = inputs.new_empty(size * num_threads + of_digits, dtype=torch.uint8)
         for start in range(0, num_rows, most):
             job = _Job()
             address = ctypes.addressof(job)
-            job[words.NUM_TOKENS], job[words.NUM_PHASES] = min(most, num_rows - start), 1
+            job[words.NUM_TOKENS] = min(most, num_rows - start)
+            job[words.NUM_PHASES] = 2 if by_digits else 1
             job[words.NUM_THREADS] = num_threads
             job[words.TILES] = self._kernels.run_tiles().address
             job[words.NORMED] = given.data_ptr() + 4 * num_inputs * start
             job[words.LOGITS] = results.data_ptr() + 4 * num_columns * start
             job[words.SCRATCH], job[words.SCRATCH_SIZE] = memory.data_ptr(), size
             row = words.JOB_SIZE
+            job[words.PHASES] = address + 8 * (row + 2 * words.ROW_SIZE)
             job[words.LIST] = address + 8 * row
-            job[words.PHASES] = address + 8 * (row + words.ROW_SIZE)
+            if by_digits:
+                digits = memory.data_ptr() + size * num_threads
+                job[words.DIGITS] = digits - job[words.NORMED]
+                job[row + words.RUN] = self._kernels.run_digits().address
+                job[row + words.NUM_GIVEN] = num_inputs
+                row += words.ROW_SIZE
             job[row + words.GIVEN], job[row + words.NUM_GIVEN] = words.NORMED, num_inputs
             job[row + words.TARGET], job[row + words.NUM_MADE] = words.LOGITS, num_columns
             job[row + words.WEIGHT], job[row + words.NUM_COLUMNS] = weight.data_ptr(), num_columns
             job[row + words.BIAS] = 0 if bias is None else bias.data_ptr()
             if packed is not None:
-                job[row + words.PACKED], job[row + words.HALF] = packed
+                job[row + words.PACKED], job[row + words.HALF] = packed[:2]
                 job[row + words.ROW_BYTES] = weight.shape[1]
             self._run(self._kernels.run_forward().address, address, num_threads)
         return results

@@ -85,7 +85,7 @@ class PackedLinear(_Packed, nn.Linear):
             function = function_of(self.blocks, self.ggml_type)
         if function is None or products is None:
             return self._by_torch(inputs)
-        packed = function.address, self.half_head
+        packed = function.address, self.half_head, function.by_digits
         return products.product(inputs.float(), self.blocks, self.bias, packed).to(inputs.dtype)
 
     def _by_torch(self, inputs: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ def _by_function(weight: Tensor, function: "Function") -> Tensor:
     num = weight.shape[1] // function.bytes * function.numbers
     rows = torch.empty((len(weight), num), dtype=torch.float32, device="cpu")
     address, step = weight.data_ptr(), weight.shape[1]
-    function.call(0, 0, 0, address, step, len(weight), rows.data_ptr(), 4 * num, num, 0)
+    function.call(0, 0, 0, address, step, len(weight), rows.data_ptr(), 4 * num, num, 0, 0)
     return rows
 
 
@@ -253,36 +253,48 @@ class Function(NamedTuple):
     compiled: Any  # see `_packed.product_of`
     numbers: int  # in a block
     bytes: int
+    by_digits: bool  # it is of `_digits.product_of`
 
     def call(self, *given: int) -> None:
         """Call it with numbers."""
         self.compiled((ctypes.c_int64 * len(given))(*given))
 
 
-_functions: dict[int, Function | None] = {}
+def has_digits(format_: int | None) -> bool:
+    """Return whether this CPU multiplies weights of a format by digits (`_digits.py`)."""
+    from lade.forward import _digits
+
+    return format_ in _digits.FORMATS
 
 
-def function_of(weight: Tensor, format_: int) -> Function | None:
+_functions: dict[tuple[int, bool], Function | None] = {}
+
+
+def function_of(weight: Tensor, format_: int, *, by_digits: bool = True) -> Function | None:
     """Return the kernel of a format; None if it cannot run, or is wrong.
 
     The first time, some rows of this weight are also unpacked by GGML's own package. The kernel
-    must give the same numbers, and the same products up to rounding.
+    must give the same numbers, and the same products up to rounding. It reads digits of the inputs
+    (`_digits.py`) if `by_digits` says that there are some, and the format is multiplied so here.
     """
-    if format_ not in _functions:
-        _functions[format_] = _compiled(weight, format_)
-    return _functions[format_]
+    if (format_, by_digits) not in _functions:
+        _functions[format_, by_digits] = _compiled(weight, format_, by_digits)
+    return _functions[format_, by_digits]
 
 
-def _compiled(weight: Tensor, format_: int) -> Function | None:
-    if kernels() is None or format_ == _F32:  # which has no blocks, so rows of any length
+def _compiled(weight: Tensor, format_: int, by_digits: bool) -> Function | None:
+    products = _products()
+    if products is None or format_ == _F32:  # which has no blocks, so rows of any length
         return None
-    from lade.forward import _packed
+    from lade.forward import _digits, _packed
 
+    if by_digits and not has_digits(format_):
+        return function_of(weight, format_, by_digits=False)
     looks_up = format_ in (_packed.IQ4_NL, _packed.IQ4_XS, _packed.MXFP4)
     if looks_up and not _packed.HAS_IQ4:
         return None
-    compiled = _packed.product_of(format_)
-    function = Function(compiled.address, compiled.ctypes, *words.BLOCKS[format_][1:])
+    compiled = (_digits if by_digits else _packed).product_of(format_)
+    function = Function(compiled.address, compiled.ctypes, *words.BLOCKS[format_][1:], by_digits)
     per_row = weight.shape[1] // function.bytes * function.numbers
     rows = weight[: _NUM_CHECKED // per_row + 1].contiguous()
     mine, theirs = _by_function(rows, function), _by_reference(rows, format_)
@@ -290,12 +302,8 @@ def _compiled(weight: Tensor, format_: int) -> Function | None:
     given = torch.arange(9 * per_row, dtype=torch.float32, device="cpu")
     given = given.sin().view(9, per_row)
     exact = given.double() @ theirs.double().T
-    strip = torch.empty(_packed.STRIP, dtype=torch.float32, device="cpu")
     for num in (1, 4, 9) if bool(exact.isfinite().all()) else ():
-        results = torch.zeros((num, len(rows)), dtype=torch.float32, device="cpu")
-        x, y = (given.data_ptr(), 4 * per_row, num), (results.data_ptr(), 4 * len(rows))
-        packed = rows.data_ptr(), rows.shape[1], len(rows)
-        function.call(*x, *packed, *y, per_row, strip.data_ptr())
+        results = products.product(given[:num], rows, None, (function.address, 0, by_digits))
         apart = (results.double() - exact[:num]).abs().max()
         is_right = is_right and float(apart) <= _TOLERANCE * float(exact.abs().max())
     return function if is_right else None

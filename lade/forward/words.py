@@ -47,8 +47,11 @@
     SAVED,  # [tokens, numbers], what programs of a layer keep for later ones
     INPUTS,  # [tokens, numbers], what layers get of a token besides states
     NOTHING,  # 0, to which a program's own addresses are added
+    # Bytes from inputs of products (NORMED, QUERIES, ATTENDED, INNER, OF_EXPERTS) to their digits
+    # (`_digits.py`), which are written with them; 0 if no product reads any.
+    DIGITS,
     JOB_SIZE,
-) = range(38)
+) = range(39)
 # PACKED: address of the function compiled for a packed weight's format, or 0. ROW_BYTES: bytes of a
 # row of it. HALF: half the rows of a head, if rows of its first and second half alternate, or 0.
 # ACROSS: bytes between the weights of two inputs, if the weight is stored input by input, or 0;
@@ -75,11 +78,12 @@ NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE, RESULT_SIZE, MORE_SIZE = range(36, 41)
 READS, HEADS = range(41, 43)
 # A convolution: its weights, [channels, TAPS], and biases; keys are its inputs, [slots, channels].
 CONVOLUTION, CONVOLUTION_BIAS, TAPS = range(43, 46)
-# A program: the address of its function; how many addresses it takes; for each, a word of the job,
-# to whose address bytes are added, and bytes from one token to the next. What is made of single
-# columns: the function; how many inputs and constants; addresses of constants, and bytes from one
-# column to the next.
-PROGRAM, NUM_PLACES, PLACES = range(3)
+# A program: the address of its function; how many addresses it takes; how many numbers of its last
+# result get digits, if it precedes a product; for each address, a word of the job, to whose address
+# bytes are added, and bytes from one token to the next. What is made of single columns: the
+# function; how many inputs and constants; addresses of constants, and bytes from one column to the
+# next.
+PROGRAM, NUM_PLACES, NUM_DIGITS, PLACES = range(4)
 NUM_INPUTS, NUM_CONSTANTS, CONSTANTS = range(1, 4)
 MOST_PLACES = (ROW_SIZE - PLACES) // 3
 # A low-rank addition to a product: its first factor as a product, WEIGHT and BIAS of the second,
@@ -89,9 +93,9 @@ TIMES, START = range(SECOND + 2, SECOND + 4)
 # Experts: as products, the router, the gate of the shared expert, and gate, up and down, whose
 # columns are those of all experts, and NUM_COLUMNS those of one; the row of the program that makes
 # choices of scores; addresses of biases of gate and up; how the weights lie; the address of the
-# program of gate and up.
+# program of gate and up; whether these are multiplied by digits.
 ROUTER, SHARED_GATE, EXPERT_GATE, EXPERT_UP, EXPERT_DOWN = range(0, 45, PRODUCT_SIZE)
-NUM_CHOSEN, CHOOSE, EXPERT_INNER, GATE_UP_BIAS, LIES, GATING = range(45, 51)
+NUM_CHOSEN, CHOOSE, EXPERT_INNER, GATE_UP_BIAS, LIES, GATING, BY_DIGITS = range(45, 52)
 # Attention to latents: what makes queries of the normed columns of the layer's first product, or no
 # product if these are queries; what makes each head's key, without angles, and value of latents;
 # numbers of such a key, of a turned one, and of a value; address of what attends; EXPAND's format.
@@ -117,6 +121,10 @@ WORKERS = SLOTS + 16 * SLOT_SIZE
 LAST_SLOT = WORKERS - SLOT_SIZE
 # A bed: how many threads lie in it; the system's mutex, and its condition variable.
 MUTEX, CONDITION = 8, 24
+
+# Inputs whose digits have one scale. A row of digits is so many bytes longer than one of inputs:
+# rows a power of 2 apart would push each other out of the first cache.
+DIGITS_BLOCK, DIGITS_APART = 32, 128
 
 FIRST, NUM_NEW, MASK, MASK_ROW = range(4)
 # Of a recurrence, keys are the inputs of its convolution, and values what else tokens add, in

@@ -4,12 +4,14 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import lade
+from lade.forward import _digits, _packed
 from lade.forward import packed as file
 from lade.forward.job import FusedForwards, forwards_for
 from lade.forward.linear import kernels
@@ -26,17 +28,25 @@ pytestmark = pytest.mark.xdist_group("products")  # compiled once
 NUMBERS = {name: number for number, (name, *_) in BLOCKS.items() if name != "F32"}
 # More than a depth of inputs, columns that no tile has, and blocks by one, where there are such.
 SIZES = ((9, 256), (37, 1536), (18, 1120), (10, 96))
-NUM_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 40)
+NUM_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 15, 16, 17, 40, 63, 64, 65, 128)
+BY_DIGITS = [BLOCKS[each][0] for each in _digits.FORMATS]
 
 
-def product(function: Any, inputs: Any, weight: Any, num: int, strip_size: int) -> Any:
+write_digits = numba.njit(lambda *of: _digits.write_digits(of), error_model="numpy")
+
+
+def product(function: Any, inputs: Any, weight: Any, num: int) -> Any:
     """Return products of rows [rows, inputs] and packed weights; of no row, the weights."""
     num_rows, num_inputs = inputs.shape
+    digits = np.zeros((num_rows, num_inputs + 32), np.float32)
+    for row, of_row in zip(inputs, digits, strict=True):
+        write_digits(row.ctypes.data, of_row.ctypes.data, num_inputs // 32)
     made = np.zeros((num_rows, len(weight)) if num_rows else (len(weight), num), np.float32)
-    strip = np.zeros(strip_size, np.float32)
+    strip = np.zeros(_packed.STRIP + 16, np.float32)
     given = inputs.ctypes.data if num_rows else 0, 4 * num_inputs, num_rows
     packed = weight.ctypes.data, weight.shape[1], len(weight)
-    words = (*given, *packed, made.ctypes.data, made.strides[0], num, strip.ctypes.data)
+    rest = num, -(-strip.ctypes.data // 64) * 64, digits.ctypes.data - inputs.ctypes.data
+    words = *given, *packed, made.ctypes.data, made.strides[0], *rest
     function((ctypes.c_int64 * len(words))(*words))
     return made
 
@@ -46,10 +56,17 @@ def product(function: Any, inputs: Any, weight: Any, num: int, strip_size: int) 
 def test_products_are_exact_and_add_in_one_order(
     name: str, lanes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to rounding; a row's last bit does not depend on how many are beside it."""
-    from lade.forward import _packed
-
     module: Any = kernels_with(lanes, tmp_path, monkeypatch, is_packed=True) if lanes else _packed
+    check_products(name, module)
+
+
+@pytest.mark.parametrize("name", BY_DIGITS)
+def test_products_by_digits_are_exact_and_add_in_one_order(name: str) -> None:
+    check_products(name, _digits)
+
+
+def check_products(name: str, module: Any) -> None:
+    """Up to rounding; a row's last bit does not depend on how many are beside it."""
     function = module.product_of(NUMBERS[name]).ctypes
     size = BLOCKS[NUMBERS[name]][1]
     rng = np.random.default_rng(1)
@@ -57,14 +74,28 @@ def test_products_are_exact_and_add_in_one_order(
         weight = blocks(name, num_columns, num)
         exact = whole(weight, name)
         nothing = np.zeros((0, num), np.float32)
-        assert np.array_equal(product(function, nothing, weight, num, module.STRIP), exact)
+        assert np.array_equal(product(function, nothing, weight, num), exact)
         inputs = rng.standard_normal((max(NUM_ROWS), num)).astype(np.float32)
-        of_all = product(function, inputs, weight, num, module.STRIP)
+        of_all = product(function, inputs, weight, num)
         right = inputs.astype(np.float64) @ exact.astype(np.float64).T
         assert np.abs(of_all - right).max() <= 1e-6 * np.abs(right).max()
+        apart = (np.square(each - right).mean() for each in (of_all, inputs @ exact.T))
+        assert next(apart) <= 1.5**2 * next(apart)
         for num_rows in NUM_ROWS:
-            some = product(function, inputs[:num_rows], weight, num, module.STRIP)
+            some = product(function, inputs[:num_rows], weight, num)
             assert np.array_equal(some, of_all[:num_rows]), (num_columns, num, num_rows)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf, 3.4e38, 1e-20])
+def test_extreme_inputs_give_what_float32_gives(number: float) -> None:
+    weight, inputs = blocks("Q4_0", 16, 256), np.zeros((3, 256), np.float32)
+    inputs[1, 77] = number
+    with np.errstate(invalid="ignore"):
+        expected = inputs @ whole(weight, "Q4_0").T
+    for module in (_packed, _digits) if BY_DIGITS else (_packed,):
+        made = product(module.product_of(NUMBERS["Q4_0"]).ctypes, inputs, weight, 256)
+        one, other = (np.where(np.isfinite(each), each, np.nan) for each in (made, expected))
+        np.testing.assert_allclose(one, other, 1e-6)
 
 
 def layer_of(name: str, half: int = 0, num: int = 256) -> PackedLinear:
@@ -93,6 +124,20 @@ def test_a_layer_gives_what_its_whole_weight_gives(half: int) -> None:
     assert "format=Q4_K" in str(layer)
 
 
+@pytest.mark.skipif(not BY_DIGITS, reason="the CPU has no such instruction")
+def test_a_layer_reads_digits_if_the_cpu_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, inputs, made = layer_of("Q4_K"), torch.linspace(-1, 2, 768).view(3, 256), list[Any]()
+    for formats, module in ((_digits.FORMATS, _digits), ((), _packed)):
+        monkeypatch.setattr(_digits, "FORMATS", formats)
+        monkeypatch.setattr(file, "_functions", {})
+        with torch.no_grad():
+            made.append(layer(inputs))
+        function = module.product_of(NUMBERS["Q4_K"]).ctypes
+        sums = product(function, inputs.numpy(), layer.weight.numpy(), 256)
+        assert torch.equal(made[-1], torch.from_numpy(sums) + layer.bias)
+    assert not torch.equal(*made)
+
+
 def test_an_embedding_gives_rows_of_its_whole_table() -> None:
     weight = nn.Parameter(torch.from_numpy(blocks("Q6_K", 20, 256)), requires_grad=False)
     table = torch.from_numpy(whole(weight.numpy(), "Q6_K"))
@@ -112,7 +157,7 @@ def test_where_kernels_cannot_run_or_are_wrong_torch_runs_layers(
     monkeypatch.setattr(file, "_by_reference", lambda *of: by_reference(*of) + 1e-7)
     with torch.no_grad():
         made = layer(inputs)
-    assert file._functions == {NUMBERS["Q8_0"]: None}
+    assert {*file._functions.values()} == {None}
     assert torch.allclose(made, expected, atol=1e-4)
     assert file.unpacked(layer.weight[:0], NUMBERS["Q8_0"]).shape[0] == 0
 
@@ -142,6 +187,26 @@ def test_a_job_runs_packed_weights(
     assert file.formats_of(model) == sorted(formats)
     with torch.no_grad():
         assert torch.allclose(model(TEXT).logits, expected(TEXT).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("has_digits", [True, False])
+@pytest.mark.parametrize("size", [64, 48])
+def test_formats_and_sizes_of_heads_decide_what_reads_digits(
+    size: int,
+    has_digits: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    compared: list[Apart],  # noqa: F811
+) -> None:
+    """Digits of heads that are no whole blocks are not written."""
+    monkeypatch.setattr(_digits, "FORMATS", _digits.FORMATS if has_digits else ())
+    monkeypatch.setattr(file, "_functions", {})
+    write(tmp_path, "llama", "Q4_0", "Q4_0", "Q8_0", head_dim=size)
+    with_drafts(load_gguf(tmp_path / "model.gguf"), TEXT, max_new_tokens=20)
+    assert [each for each in compared if not each.is_close] == []
+    assert {1, TEXT.shape[1]} < {each.num_tokens for each in compared}
+    plain = file._functions.get((NUMBERS["Q4_0"], False))
+    assert (plain is not None) == (size == 48 or not _digits.FORMATS)
 
 
 def test_a_job_is_never_held_against_packed_products(
