@@ -10,11 +10,10 @@ float32, whatever weights are stored in. Figures are in docs/internals/forward.m
 
 import functools
 import math
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from operator import getitem, is_
+from operator import is_
 from time import perf_counter
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -33,39 +32,21 @@ from lade.compat.attempts import Attempt
 from lade.compat.closeness import limit_of
 from lade.compat.view import viewed, with_forward
 from lade.forward import words
-from lade.forward._rows import address_of
 from lade.forward.comparing import Forward, UnsupportedForwardError, require, why_wrong
-from lade.forward.experts import PARTS, STACKS, StacksPlan
-from lade.forward.linear import FORMATS, MOST_TOKENS, Products, is_plain, kernels
+from lade.forward.linear import MOST_TOKENS, Products, is_plain, kernels
 from lade.forward.packed import (
-    PackedConv1D,
     PackedLinear,
-    PackedStack,
-    function_of,
-    has_digits,
     made_whole,
 )
 from lade.forward.reading import (
-    AdditionPlan,
-    CallPlan,
-    ColumnsPlan,
-    Constant,
-    DecoderPlan,
     DecoderSizes,
-    ExpertsPlan,
-    LatentsPlan,
-    MixingPlan,
-    Place,
-    ProductsPlan,
-    RowsPlan,
-    RowsStep,
     adapters_of,
     given_to,
     is_alike,
     products_of,
     read,
 )
-from lade.forward.recurrence import RecurrencePlan, added_by
+from lade.forward.table import WITH_DIGITS, Held, Weights, added_in
 from lade.forward.watching import tensors_of
 from lade.forward.workers import Run, most_threads
 from lade.machine.threads import alone
@@ -79,9 +60,6 @@ from lade.targets.rows import MOST_AT_ONCE
 _TRIED, _CLEAR = (1, 8), 0.8
 # Words whose memory belongs to a forward, or to none.
 _OWN = {words.STATES, words.INPUTS, words.LOGITS, words.POSITIONS, words.NOTHING}
-# Words of what products read: beside it are its digits, if it is made in whole blocks.
-_INPUTS = {words.NORMED, words.QUERIES, words.ATTENDED, words.INNER, words.OF_EXPERTS}
-_PACKED = "its weights are packed in a format that jobs do not read"
 #: Prompts of more tokens run by the model's own forwards if it has recurrences.
 MANY_TOKENS = 64
 _GIVEN = {
@@ -110,7 +88,7 @@ class _JobRequest(NamedTuple):
     #: Runs the model, given a function that runs each layer; None to run all layers at once.
     by_layers: Callable[["_RunLayer"], Tensor] | None = None
     hooked: tuple[bool, ...] = ()  # whether a layer must be called by itself
-    held: "_Held | None" = None  # the weights, for all forwards of a call
+    held: "Held | None" = None  # the weights, for all forwards of a call
     model: Model | None = None  # whose modules make angles: a look's differ from the model's own
 
     @property
@@ -192,14 +170,14 @@ class FusedForwards:
         self._kinds = sorted({*plan.kinds})
         #: By layer that keeps tokens, what one adds to the cache, and the state of a recurrent one.
         keeping = [number for number, each in enumerate(mixing) if each.keys_of is None]
-        self._states = [_added_by(mixing[each]) for each in keeping]
+        self._states = [added_in(mixing[each]) for each in keeping]
         #: The layers from here on write no keys: only tokens whose logits are wanted need them.
         self._num_writing = 1 + keeping[-1]
         self._is_recurrent = any(each.recurrence is not None for each in mixing)
         self._has_more = len(plan.last) > 2  # behind the layers than a program and the head
         self._is_slow = False
         self._workspaces: list[_Workspace] = []
-        self._weights = _Weights(plan, self._kinds, keeping, compiled, names)
+        self._weights = Weights(plan, self._kinds, keeping, compiled, names)
         require(self._weights.fit(), "its weights are no plain matrices")
         self._is_unchanged = is_unchanged if any(adapters_of(plan)) else None
 
@@ -243,7 +221,7 @@ class FusedForwards:
             return model
         children = [*model._modules.values()]
         head, *layers = map(model.get_submodule, self._names)
-        held = _Held()
+        held = Held()
 
         @functools.cache
         def by_layers() -> tuple[Model, list[_RunLayer]]:
@@ -314,7 +292,7 @@ class FusedForwards:
         if pieces is None:
             return None
         states = torch.empty((num, sizes.hidden), dtype=torch.float32, device="cpu")
-        table, done = weights.table(request.held or _Held()), 0
+        table, done = weights.table(request.held or Held()), 0
         if request.by_layers is not None:
             for piece in pieces if weights.starts[0] > 1 else ():  # what layers get besides states
                 self._run_piece(piece, states, table, (0, weights.starts[0]))
@@ -348,7 +326,7 @@ class FusedForwards:
             end += 1
         if len(wide) != sum(piece.num for piece in pieces):
             raise ValueError(f"a layer has states of {len(wide)} tokens")
-        held = (request.held or _Held()).part(number, end)
+        held = (request.held or Held()).part(number, end)
         table = self._weights.table(held, (number, end))
         phases = self._weights.starts[number], self._weights.starts[end] + 1
         for piece in pieces:
@@ -426,7 +404,7 @@ class FusedForwards:
         Args:
             piece: the tokens.
             states: float32 [num_tokens, hidden_size] of all pieces, which are overwritten.
-            table: a table of `_Weights.table`; gets the addresses of what modules give.
+            table: a table of `Weights.table`; gets the addresses of what modules give.
             phases: the first phase, and the one behind the last.
             logits: gets the logits of the kept tokens; None if more phases follow.
         """
@@ -605,463 +583,6 @@ def _place_of(mask: Tensor | None, start: int) -> tuple[int, int]:
     return (0, 0) if mask is None else (mask[start:].data_ptr(), mask.stride(0))
 
 
-class _Held:
-    """Keeps the memory of weights alive while their addresses are in use.
-
-    A reference to the parameter is not enough, because its `data` may be exchanged.
-    """
-
-    def __init__(self) -> None:
-        self.owners: Sequence[Any] = ()  # the dict in a module that has each weight
-        self.addresses: list[int] = []
-        self.table: Any = None  # int64, the job's table of these weights
-        self._memory: list[Tensor] = []
-        self._parts: dict[tuple[int, int], _Held] = {}
-
-    def part(self, first: int, end: int) -> "_Held":
-        """Return what holds the weights of some layers, which hooks may have replaced."""
-        return self._parts.setdefault((first, end), _Held())
-
-    def hold(self, weights: Sequence[Tensor]) -> None:
-        """Hold the memory of weights."""
-        self._memory = [*map(Tensor.detach, weights)]
-        self.addresses = [*map(Tensor.data_ptr, self._memory)]
-
-
-def _program_of(plan: RowsPlan) -> int:
-    """Return the address of a program, compiled; it takes scratch memory, and all places."""
-    given = [f"row(given[0], {plan.num_scratch})"]
-    sizes = [size for _, size in plan.places]
-    sizes[plan.num_inputs : plan.num_inputs] = plan.sizes
-    require(len(sizes) <= words.MOST_PLACES, "a program of rows takes too much")
-    kinds = ["integers" if place.word == words.POSITIONS else "row" for place, _ in plan.places]
-    kinds[plan.num_inputs : plan.num_inputs] = ["row"] * len(plan.sizes)
-    pairs = enumerate(zip(kinds, sizes, strict=True), 1)
-    given += [f"{kind}(given[{number}], {size})" for number, (kind, size) in pairs]
-    return address_of(plan.text, given, plan.tables)
-
-
-def _columns_of(plan: ColumnsPlan) -> int:
-    """Return the address of what is compiled for columns."""
-    given = [f"row(given[{1 + number}], given[0])" for number in range(plan.num_inputs)]
-    for number, (*_, step) in enumerate(plan.constants, 1 + plan.num_inputs):
-        given.append(f"row(given[{number}], {'given[0]' if step else 1})")
-    given.append(f"row(given[{1 + plan.num_inputs + len(plan.constants)}], given[0])")
-    return address_of(plan.text, ["given[0]", *given])
-
-
-class _Weights:
-    """A plan as the rows of a job, with addresses of weights, looked up anew for each forward.
-
-    Attributes:
-        head: a weak reference to the module that makes logits of states.
-        num_phases: number of all phases.
-        starts: the first phase of each layer, and of what follows.
-        of_kind: numbers of the caches that each kind of mask is for.
-        calls: names of the modules that make embeddings and angles, and what they get.
-        wanted: what is used of these: number of the call and of its result, numbers of a token.
-        turning: int64 [addresses, 2], where each is in the table, and its number in `wanted`.
-        by_digits: whether products read digits of their inputs.
-    """
-
-    by_digits = False
-
-    def __init__(
-        self,
-        plan: DecoderPlan,
-        kinds: Sequence[str],
-        keeping: Sequence[int],
-        compiled: Any,
-        names: Mapping[nn.Module, str],
-    ) -> None:
-        self._all_names, self._compiled = names, compiled
-        ids = torch.tensor(plan.replaced, dtype=torch.int64, device="cpu")
-        self._replaced = ids.unbind(1) if plan.replaced else None
-        self.head: Callable[[], Any] = weakref.ref(plan.head)
-        lists = [plan.ahead, *(layer.phases for layer in plan.layers), plan.last]
-        self.num_phases = sum(_num_rows(each) for phases in lists for each in phases)
-        # Behind phases: additions, then what describes programs, and what mixes tokens.
-        num = self.num_phases + sum(len(each.added) for each in products_of(plan))
-        self._rows = [np.zeros(words.ROW_SIZE, np.int64) for _ in range(num)]
-        self._num_filled = self._num_added = 0
-        # Parameters by module and name, with the number of their word and an offset in bytes.
-        self._slots: list[tuple[Any, ...]] = []
-        self._absent: list[tuple[int, Callable[[], Any], str]] = []  # parameters that are None
-        self._bounds: list[int] = []  # index of the first parameter of each layer, and behind
-        self.starts: list[int] = []
-        self.calls: list[tuple[str, CallPlan]] = []
-        self.wanted: list[tuple[int, int, int]] = []
-        self._turning: list[tuple[int, int]] = []
-        seen = [set[int]() for _ in kinds]
-        for number, phases in enumerate(lists):
-            if number > 0:
-                self.starts.append(self._num_filled)
-                self._bounds.append(len(self._slots))
-            if 0 < number <= len(plan.layers):
-                layer = plan.layers[number - 1]
-                kind, keys_of = kinds.index(plan.kinds[number - 1]), layer.mixing.keys_of
-                cache = keeping.index(number - 1 if keys_of is None else keys_of)
-                seen[kind].add(cache)
-                self._add_phases(phases, kind, cache)
-                at_end = self._add_rows(layer.at_end)
-                self._rows[self._num_filled][words.AT_END] = at_end
-            else:
-                self._add_phases(phases)
-        self.of_kind = [np.array(sorted(each), np.int64) for each in seen]
-        self._table = np.stack(self._rows)
-        self.turning = np.array(self._turning, np.int64).reshape(-1, 2)
-        slots = zip(*self._slots, strict=True)
-        self._modules, self._kinds, self._names, index, starts, self._known = slots
-        self._index, self._starts = np.array(index), np.array(starts)
-
-    def _add_phases(self, phases: Sequence[Any], kind: int = 0, cache: int = 0) -> None:
-        """Describe phases, with the number of the layer's masks and of its cache."""
-        for phase in phases:
-            row, number = self._rows[self._num_filled], self._num_filled
-            if type(phase) is RowsStep:
-                row[words.TOKENS], row[words.BEFORE] = phase.tokens, self._add_rows(phase.before)
-                row[words.AT_END] += self._add_rows(phase.at_end)
-            elif type(phase) is ProductsPlan:
-                self._add_products(number, phase, _have_digits(phase.given, phases))
-            else:
-                is_mixing = type(phase) is MixingPlan
-                add: Any = self._add_mixing if is_mixing else self._add_experts
-                of, run = self._add_row(), _job_of(phase, self._compiled)
-                add(len(self._rows) - 1, phase)
-                for step in range(_num_rows(phase)):
-                    row = self._rows[number + step]
-                    row[words.RUN : words.CACHE + 1] = run, step, of, kind, cache
-            self._num_filled += _num_rows(phase)
-
-    def _add_products(self, number: int, plan: ProductsPlan, by_digits: bool) -> None:
-        row, between = self._rows[number], 0
-        row[words.GIVEN], row[words.NUM_GIVEN] = plan.given, plan.products[0].num_inputs
-        row[words.TARGET], row[words.NUM_MADE] = plan.target, plan.num_made
-        row[words.COLUMNS], row[words.TOKENS] = self._add_columns(plan.columns), plan.tokens
-        if plan.beside is not None:
-            row[words.BESIDE : words.BESIDE_STEP + 1] = plan.beside[:3]
-        for word in range(0, words.GIVEN, words.PRODUCT_SIZE):
-            index = word // words.PRODUCT_SIZE
-            row[word + words.FIRST_ADDED] = self._num_added
-            if index < len(plan.products):
-                product = plan.products[index]
-                of_product = word, product.module, product.first
-                self._add_matrix(number, *of_product, by_digits=by_digits)
-                row[word + words.NUM_COLUMNS] = product.num
-                for added in product.added:
-                    of_added = self.num_phases + self._num_added
-                    self._add_addition(of_added, added, product.first, between)
-                    between += added.first.out_features
-                    self._num_added += 1
-            row[word + words.END_ADDED] = self._num_added
-
-    def _add_mixing(self, number: int, plan: MixingPlan) -> None:
-        row, (scaling, softcap, sinks) = self._rows[number], plan.settings
-        row[words.ATTENDED_SIZE], row[words.QUERIES_SIZE] = plan.attended, plan.row_of_queries
-        row[words.SCALING], row[words.SOFTCAP] = _bits(scaling), _bits(softcap)
-        row[words.READS], row[words.HEADS] = plan.keys_of is not None, self._add_rows(plan.rows)
-        if sinks is not None:
-            self._add(number, words.SINKS, sinks, "sinks")
-        if plan.heads is not None:
-            row[words.NUM_HEADS : words.READS] = plan.heads
-        if plan.convolution is not None:
-            row[words.TAPS] = plan.convolution.kernel_size[0]
-            self._add(number, words.CONVOLUTION, plan.convolution, "weight")
-            self._add(number, words.CONVOLUTION_BIAS, plan.convolution, "bias")
-        if plan.recurrence is not None:
-            self._add_recurrence(number, plan.recurrence)
-        if plan.latents is not None:
-            self._add_latents(number, plan.latents)
-
-    def _add_row(self) -> int:
-        """Add a row to the table; return its number among those behind the layers, from 1 on."""
-        self._rows.append(np.zeros(words.ROW_SIZE, np.int64))
-        return len(self._rows) - self.num_phases
-
-    def _add_rows(self, plan: RowsPlan | None) -> int:
-        """Add the row that describes a program; return its number, 0 for none."""
-        if plan is None:
-            return 0
-        number, places = self._add_row(), [*plan.places]
-        row, index = self._rows[-1], len(self._rows) - 1
-        row[words.PROGRAM] = _program_of(plan)
-        constants = [(each, 0) for each in plan.constants]
-        whole: list[Any] = [*places[: plan.num_inputs], *constants, *places[plan.num_inputs :]]
-        row[words.NUM_PLACES], (last, size) = len(whole), whole[-1]
-        row[words.NUM_DIGITS] = size if last.word in _INPUTS else 0
-        for each, (place, size) in enumerate(whole):
-            word = words.PLACES + 3 * each
-            if isinstance(place, Constant):
-                row[word] = words.NOTHING
-                self._add(index, word + 1, place.module, place.name)
-                continue
-            step = 8 if place.word == words.POSITIONS else 4 * (place.step or size)
-            row[word : word + 3] = place.word, 4 * place.first, step
-            if place.made is not None:
-                row[word + 1] = 0
-                at = index * words.ROW_SIZE + word + 1
-                self._turning.append((at, self._number_of(place, size)))
-        for module in dict.fromkeys(each.module for each in plan.constants):
-            for name, held in module._parameters.items():
-                if held is None:
-                    self._absent.append((len(self._slots), weakref.ref(module), name))
-        return number
-
-    def _number_of(self, place: Place, size: int) -> int:
-        """Return the number of what a call gives, among all that is wanted."""
-        assert place.made is not None
-        made = self._all_names[place.made.module], place.made._replace(module=None)
-        if made not in self.calls:
-            self.calls.append(made)
-        wanted = self.calls.index(made), place.first, size
-        if wanted not in self.wanted:
-            self.wanted.append(wanted)
-        return self.wanted.index(wanted)
-
-    def _add_columns(self, plan: ColumnsPlan | None) -> int:
-        """Add the row that describes what becomes of columns; return its number, 0 for none."""
-        if plan is None:
-            return 0
-        number, row, index = self._add_row(), self._rows[-1], len(self._rows) - 1
-        row[words.PROGRAM], row[words.NUM_INPUTS] = _columns_of(plan), plan.num_inputs
-        row[words.NUM_CONSTANTS] = len(plan.constants)
-        for each, (constant, first, step) in enumerate(plan.constants):
-            word = words.CONSTANTS + 2 * each
-            self._add(index, word, constant.module, constant.name, start=4 * first)
-            row[word + 1] = 4 * step
-        return number
-
-    def _add_addition(self, number: int, added: AdditionPlan, column: int, start: int) -> None:
-        row = self._rows[number]
-        require(type(added.second) is nn.Linear, "what is added to a product is packed")
-        self._add_matrix(number, 0, added.first)
-        self._add_matrix(number, words.SECOND, added.second, column)
-        row[words.START] = start
-        row[words.TIMES] = _bits(added.times)
-
-    def _add_experts(self, number: int, plan: ExpertsPlan) -> None:
-        row, stacks = self._rows[number], plan.stacks
-        self._add_matrix(number, words.ROUTER, plan.router, by_digits=True)
-        if plan.shared_gate is not None:
-            self._add_matrix(number, words.SHARED_GATE, plan.shared_gate, by_digits=True)
-        row[words.NUM_CHOSEN], row[words.EXPERT_INNER] = plan.num_chosen, stacks.inner
-        row[words.CHOOSE] = self._add_rows(plan.choose)
-        self._add_stacks(number, stacks)
-        alternates = row[words.LIES] & words.ALTERNATE  # files have gate and up apart
-        text = stacks.gating if alternates else stacks.gating.replace("[2 * i]", "[i]")
-        row[words.GATING] = _columns_of(ColumnsPlan(text, 2, ()))
-
-    def _add_stacks(self, number: int, plan: StacksPlan) -> None:
-        """Describe gate, up and down of all experts, each as one product."""
-        module, inner, row = plan.module, plan.inner, self._rows[number]
-        names: tuple[str, ...] = STACKS[:2]
-        biases, formats = STACKS[2:], list[int | None]((None, None))
-        stacks: list[Any] = [vars(module).get(name) for name in names]
-        if type(stacks[0]) is PackedStack:
-            formats = [each for stack in stacks for each in stack.ggml_types]
-            names = PARTS[: 3 : 4 - len(formats)]
-        if len(names) == 2:  # gate and up are one stack
-            names, formats, row[words.LIES] = (names[0], *names), [formats[0], *formats], plan.lies
-        else:  # as files have them, whatever the module wants
-            inner, biases = 0, (PARTS[3], STACKS[3])
-        of_words = words.EXPERT_GATE, words.EXPERT_UP, words.EXPERT_DOWN
-        of_biases = words.GATE_UP_BIAS, words.EXPERT_DOWN + words.BIAS
-        across = bool(row[words.LIES] & words.LIE_ACROSS)
-        firsts = 0, inner, 0
-        are_alike = all(map(has_digits, formats[:2]))  # gate and up read the same rows
-        row[words.BY_DIGITS], by_digits = are_alike, (are_alike, are_alike, True)
-        parts = zip(of_words, names, formats, firsts, by_digits, strict=True)
-        for word, name, format_, first, each in parts:
-            self._add_weight(number, word, module, name, format_, across, first, by_digits=each)
-        for word, name in zip(of_biases, biases, strict=True):
-            self._add(number, word, module, name)
-
-    def _add_recurrence(self, number: int, plan: RecurrencePlan) -> None:
-        row = self._rows[number]
-        row[words.KEY_HEADS : words.CHANNELS] = plan.heads
-        row[words.CHANNELS : words.IS_DELTA] = plan.channels
-        row[words.IS_DELTA], row[words.GIVEN_SIZE] = plan.is_delta, plan.row
-        if plan.skips is not None:
-            self._add(number, words.SKIPS, *plan.skips)
-
-    def _add_latents(self, number: int, plan: LatentsPlan) -> None:
-        row, products = self._rows[number], {words.EXPAND: plan.expand}
-        if plan.query is not None:
-            products[words.SECOND_QUERY] = plan.query
-        for word, product in products.items():
-            self._add_matrix(number, word, product.module)
-        expand: Any = plan.expand.module.weight
-        require(expand.dtype in FORMATS, "what latents are expanded by is in blocks")
-        row[words.OF_EXPAND] = FORMATS[expand.dtype]
-        row[words.STRAIGHT : words.ATTEND] = plan[2:5]
-        row[words.ATTEND] = self._compiled.run_attention().address
-        row[words.TURN], row[words.TURNED_PLACE] = self._add_rows(plan.turn), plan.of_row
-        row[words.MIXED_SIZE] = plan.mixed
-
-    def _add_matrix(
-        self, number: int, word: int, module: Any, column: int = 0, *, by_digits: bool = False
-    ) -> None:
-        """Describe a linear layer, from one of its columns on; see `_add_weight`."""
-        is_packed = isinstance(module, PackedLinear | PackedConv1D)
-        half, format_ = getattr(module, "half_head", 0), module.ggml_type if is_packed else None
-        require(not (column and half), _PACKED)
-        of_weight = format_, isinstance(module, Conv1D), column
-        self._add_weight(number, word, module, "weight", *of_weight, by_digits=by_digits)
-        self._rows[number][word + words.HALF] = half
-        self._add(number, word + words.BIAS, module, "bias", start=4 * column)
-
-    def _add_weight(
-        self,
-        number: int,
-        word: int,
-        module: nn.Module,
-        name: str,
-        *of_weight: Any,
-        by_digits: bool,
-    ) -> None:
-        """Describe a matrix, or a stack of matrices whose columns count one after another.
-
-        Args:
-            number, word: where the product's words begin.
-            module, name: the weight.
-            of_weight: GGML's number of the weight's format, or None if it is not packed; whether it
-                lies input by input; the first column.
-            by_digits: whether its inputs have digits.
-        """
-        format_, across, column = of_weight
-        weight: Any = module._parameters[name]
-        row, of_row = self._rows[number][word:], weight.shape[-1] * weight.itemsize
-        dtype, start = torch.float32 if format_ is None else weight.dtype, column * of_row
-        row[words.NUM_COLUMNS] = weight.shape[-1 if across else -2]
-        if across:
-            require(dtype in FORMATS, _PACKED)
-            row[words.ACROSS], row[words.ROW_BYTES] = of_row, FORMATS[dtype]
-            start = column * dtype.itemsize
-        elif format_ is not None:
-            rows = weight.detach().view(torch.uint8).flatten(0, -2)
-            function = function_of(rows, format_, by_digits=by_digits)
-            require(function is not None, _PACKED)
-            assert function is not None
-            self.by_digits |= function.by_digits
-            row[words.PACKED], row[words.ROW_BYTES] = function.address, of_row
-        self._add(number, word, module, name, dtype, start)
-
-    def _add(
-        self,
-        number: int,
-        word: int,
-        module: nn.Module,
-        name: str,
-        dtype: torch.dtype = torch.float32,
-        start: int = 0,
-    ) -> None:
-        kind = "_buffers" if name in module._buffers else "_parameters"
-        weight = vars(module)[kind].get(name)
-        if weight is None:
-            self._absent.append((len(self._slots), weakref.ref(module), name))
-        else:
-            index = number * words.ROW_SIZE + word
-            known = dtype, weight.shape
-            self._slots.append((weakref.ref(module), kind, name, index, start, known))
-
-    def replaced(self, tokens: Tensor) -> Tensor:
-        """Return tokens as the model embeds them: for some it embeds others."""
-        for placeholder, token in zip(*self._replaced, strict=True) if self._replaced else ():
-            tokens = torch.where(tokens == placeholder, token, tokens)
-        return tokens
-
-    def fit(self, part: slice = slice(None)) -> bool:
-        """Return whether all weights are still plain matrices in memory."""
-        first, stop, _ = part.indices(len(self._slots))
-        none_came = all(
-            module()._parameters.get(name) is None
-            for word, module, name in self._absent
-            if first <= word <= stop
-        )
-        weights: Iterable[Any] = map(getitem, self._owners(part), self._names[part])
-        return none_came and all(
-            is_plain(weight, dtype) and weight.shape == shape
-            for weight, (dtype, shape) in zip(weights, self._known[part], strict=True)
-        )
-
-    def _owners(self, part: slice) -> list[Any]:
-        modules = [reference() for reference in self._modules[part]]
-        kinds = zip(modules, self._kinds[part], strict=True)
-        return [None if each is None else vars(each)[kind] for each, kind in kinds]
-
-    def table(self, held: _Held, layers: tuple[int, int] | None = None) -> NDArray[np.int64]:
-        """Return the rows of all phases, of additions and descriptions, for one forward at a time.
-
-        Args:
-            held: holds the weights and the words, made again only where weights have moved.
-            layers: the first one whose weights are wanted, and the one behind the last; by default
-                all, and what comes after them.
-        """
-        part = slice(None) if layers is None else slice(*(self._bounds[each] for each in layers))
-        held.owners = held.owners or self._owners(part)
-        weights: list[Any] = [*map(getitem, held.owners, self._names[part])]
-        are_plain = all(map(Tensor.is_contiguous, weights)) and not any(map(Tensor.is_neg, weights))
-        addresses = [*map(Tensor.data_ptr, weights)]
-        if not are_plain or (addresses != held.addresses and not self.fit(part)):
-            raise ValueError("weights are no plain matrices any more")
-        if addresses != held.addresses:
-            held.hold(weights)
-            held.table = self._table.copy()
-            words = np.array(held.addresses, np.int64) + self._starts[part]
-            held.table.reshape(-1)[self._index[part]] = words
-        if 0 in held.addresses:
-            raise ValueError("weights have no memory")
-        table: NDArray[np.int64] = held.table
-        return table
-
-
-def _job_of(phase: MixingPlan | ExpertsPlan, compiled: Any) -> int:
-    """Return the address of what runs a phase, which is compiled now."""
-    run: Any = compiled.run_attention
-    if isinstance(phase, ExpertsPlan):
-        run = compiled.run_experts
-    elif phase.latents is not None:
-        from lade.forward._latents import run_latents as run
-    elif phase.recurrence is not None:
-        from lade.forward._recurrence import run_recurrence as run
-    elif phase.convolution is not None:
-        run = compiled.run_convolution
-    return int(run().address)
-
-
-def _have_digits(word: int, phases: Iterable[Any]) -> bool:
-    """Return whether what some phases write for a product, at a word of the job, gets digits."""
-    mixing = next((each for each in phases if type(each) is MixingPlan), None)
-    if word != words.ATTENDED or mixing is None:
-        return word in _INPUTS
-    if mixing.recurrence is not None or mixing.latents is not None:
-        return False
-    return mixing.heads is None or mixing.heads.size_of_value % words.DIGITS_BLOCK == 0
-
-
-def _num_rows(phase: Any) -> int:
-    """Return how many phases of a job one of a plan is."""
-    if type(phase) is MixingPlan:
-        return 2 if phase.recurrence is None else 3
-    return 4 if type(phase) is ExpertsPlan else 1
-
-
-def _added_by(plan: MixingPlan) -> tuple[Any, ...]:
-    """Return what a token adds to the cache of a layer, see `TreeCache.slot_addresses`."""
-    if plan.convolution is None:
-        assert plan.heads is not None
-        _, num, of_key, of_value, more = plan.heads
-        shapes = [(1, num, 1, size) for size in (of_key, more or of_value)]
-        return tuple(torch.empty(each, dtype=torch.float32, device="cpu") for each in shapes)
-    num = plan.convolution.out_channels
-    inputs = torch.empty((1, 1, 1, num), dtype=torch.float32, device="cpu")
-    return (inputs,) if plan.recurrence is None else (inputs, *added_by(plan.recurrence))
-
-
-def _bits(number: float) -> int:
-    return int(np.float32(number).view(np.int32))
-
-
 class _Workspace:
     """Memory that a job needs while it runs."""
 
@@ -1082,7 +603,9 @@ class _Workspace:
         if by_digits:
             apart = words.DIGITS_APART * num_tokens * max(sizes.num_chosen, 1)
             to_digits = -(-max(of_words.values()) // 64) * 64
-            of_words |= {each: to_digits + of_words[each] + apart for each in _INPUTS & {*of_words}}
+            of_words |= {
+                each: to_digits + of_words[each] + apart for each in WITH_DIGITS & {*of_words}
+            }
         of_words[words.BETWEEN] = 4 * num_tokens * sizes.between
         of_words |= {words.PHASES: 256 * num_phases, words.SCRATCH: scratch * num_threads}
         # torch aligns memory to cache lines, so two threads never write to one line.
