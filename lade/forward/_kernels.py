@@ -104,10 +104,10 @@ def _sum(row):  # type: ignore[no-untyped-def]
 
 
 @_summing
-def _sum_of_squares(row, mean):  # type: ignore[no-untyped-def]
+def _sum_of_squares(row):  # type: ignore[no-untyped-def]
     total = _F(0)
     for number in row:
-        total += (number - mean) * (number - mean)
+        total += number * number
     return total
 
 
@@ -319,8 +319,8 @@ def given_to_job(address):  # type: ignore[no-untyped-def]
     """Return what a phase's own job is given, four int64.
 
     They are the addresses of the forward's job, of the phase's counters, of its row, and of the
-    thread's memory. The row says the number of this phase among those of one job, and which row
-    describes all of them; parts and caches are those that it needs.
+    thread's memory. The row has the phase's number within its own job, and names the row that
+    describes that job, its parts and its caches.
     """
     given = numba.carray(address, (4,), np.int64)
     g = numba.carray(pointer(given[0]), (w.JOB_SIZE,), np.int64)

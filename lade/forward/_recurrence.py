@@ -63,7 +63,7 @@ def _convolve_heads(g, phase, of, parts, caches, scratch):  # type: ignore[no-un
                 for i in range(num):
                     sums[i] = _silu(sums[i])
                 if kind < 2 and of[w.IS_DELTA] != 0:
-                    length = np.sqrt(_sum_of_squares(sums, _F(0)) + _EPS)
+                    length = np.sqrt(_sum_of_squares(sums) + _EPS)
                     scale = _F(1) if kind == 1 else _F(1) / np.sqrt(_F(of_key))
                     for i in range(num):
                         sums[i] = sums[i] / length * scale

@@ -40,7 +40,6 @@ def experts_in(layer: nn.Module, calls: Mapping[nn.Module, Any]) -> nn.Module | 
 class _Stack(NamedTuple):
     """The stacked weights of experts, and their biases if they have some."""
 
-    module: Any
     weights: tuple[Any, Any]  # gate and up together, and down
     biases: tuple[Tensor | None, Tensor | None]
     inner: int
@@ -67,7 +66,7 @@ def _stack_of(module: Any, hidden: int) -> _Stack:
         wanted = zip(biases, ((num, 2 * inner), (num, hidden)), strict=True)
         is_known = is_known and all(each is None or each.shape == shape for each, shape in wanted)
     require(is_known, f"{type(module).__name__} has weights of other shapes")
-    return _Stack(module, (up, down), (biases[0], biases[1]), inner, lies)
+    return _Stack((up, down), (biases[0], biases[1]), inner, lies)
 
 
 def read_experts(
@@ -116,7 +115,7 @@ def read_experts(
 
 
 def _lying(columns: Columns, stack: _Stack) -> tuple[int, str]:
-    """Return how weights lie of which gate and up are columns, and their program, gate first."""
+    """Return how a stack lies, and the program that joins columns of gate and up, gate first."""
     places = [place for _, *place in columns.inputs]
     alternate = places in ([[0, 2], [1, 2]], [[1, 2], [0, 2]])
     in_order = alternate or sorted(places) == [[0, 1], [stack.inner, 1]]

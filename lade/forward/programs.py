@@ -88,7 +88,7 @@ class Meaning(NamedTuple):
     parts: tuple[Taken, ...] = ()  # of a reduction one, [results, numbers] flat
     #: Of a map: from the source of its tensors to that of its result.
     write: Callable[..., str] | None = None
-    number: float | None = None  # of which all results are
+    number: float | None = None  # that all results are equal to
     call: str = ""  # of a choice, for each of some rows
     num_rows: int = 0
 

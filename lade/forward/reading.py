@@ -543,7 +543,7 @@ class _Reader:
             ins = value.node.ins if value.node is not None else []
             if fixed.issuperset(ins) if ins else id(value.tensor) in self._held:
                 fixed.add(value)
-        is_free = fixed.isdisjoint(self._trace.told)
+        is_free = fixed.isdisjoint(self._trace.asked)
         require(is_free, "its code depends on numbers of its parameters")
         ahead = self._embedding(states), *self._inputs(modules, states)
         names = {module: name for name, module in self._view.named_modules()}
@@ -867,7 +867,7 @@ class _Reader:
         return _Part(given, outs, (*phases, experts))
 
     def _scores(self, chosen: Sequence[Value]) -> tuple[Value, nn.Module, Value]:
-        """Return the product of which experts are chosen, its module, and what it gets."""
+        """Return the product that scores experts, its module, and the input of that module."""
         made = dict[Value, tuple[nn.Module, Value]]()
         for value in self._trace.made_by("mm", "addmm"):
             *_, taken, weight = value.node.ins  # type: ignore[union-attr]

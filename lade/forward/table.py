@@ -13,16 +13,10 @@ from transformers.pytorch_utils import Conv1D
 
 from lade.forward import words
 from lade.forward._rows import address_of
-from lade.forward.comparing import require
+from lade.forward.comparing import UnsupportedForwardError, require
 from lade.forward.experts import PARTS, STACKS, StacksPlan
 from lade.forward.linear import FORMATS, is_plain
-from lade.forward.packed import (
-    PackedConv1D,
-    PackedLinear,
-    PackedStack,
-    function_of,
-    has_digits,
-)
+from lade.forward.packed import PackedConv1D, PackedLinear, PackedStack, function_of, has_digits
 from lade.forward.reading import (
     AdditionPlan,
     CallPlan,
@@ -82,8 +76,6 @@ class Weights:
         by_digits: whether products read digits of their inputs.
     """
 
-    by_digits = False
-
     def __init__(
         self,
         plan: DecoderPlan,
@@ -92,7 +84,7 @@ class Weights:
         compiled: Any,
         names: Mapping[nn.Module, str],
     ) -> None:
-        self._all_names, self._compiled = names, compiled
+        self._all_names, self._compiled, self.by_digits = names, compiled, False
         ids = torch.tensor(plan.replaced, dtype=torch.int64, device="cpu")
         self._replaced = ids.unbind(1) if plan.replaced else None
         self.head: Callable[[], Any] = weakref.ref(plan.head)
@@ -358,8 +350,8 @@ class Weights:
         elif format_ is not None:
             rows = weight.detach().view(torch.uint8).flatten(0, -2)
             function = function_of(rows, format_, by_digits=by_digits)
-            require(function is not None, _PACKED)
-            assert function is not None
+            if function is None:
+                raise UnsupportedForwardError(_PACKED)
             self.by_digits |= function.by_digits
             row[words.PACKED], row[words.ROW_BYTES] = function.address, of_row
         self._add(number, word, module, name, dtype, start)

@@ -66,7 +66,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._values: dict[int, Value] = {}  # by the tensor's identity: all are kept alive
         self._sharing: dict[int, dict[int, Tensor]] = {}  # tensors by the address of their memory
         self.seen: list[Value] = []
-        self.told: list[Value] = []  # of which Python asked for a number
+        self.asked: list[Value] = []  # values whose numbers Python asked for
 
     def value(self, tensor: Tensor) -> Value:
         """Return what a tensor now is; a value of no node for one that no operator made."""
@@ -92,7 +92,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 return _DECOMPOSED.get(func, _product_of_complex)(*args, **kwargs)
         node = Node(func, *tree_map(self._value_or_same, (args, kwargs)))
-        self.told += node.ins if func is torch.ops.aten._local_scalar_dense.default else []
+        self.asked += node.ins if func is torch.ops.aten._local_scalar_dense.default else []
         out = func(*args, **kwargs)
         made = (each for each in tree_leaves(out) if isinstance(each, Tensor))
         values = [self._keep(Value(each, node, place)) for place, each in enumerate(made)]
@@ -133,7 +133,7 @@ def _softmax_of(given: Tensor, dim: int, _: bool) -> Tensor:
     return powers / powers.sum(dim, keepdim=True)
 
 
-#: Operators of several steps, of which each is a map or a reduction.
+#: Operators of several steps. Each step is a map or a reduction.
 _DECOMPOSED: dict[Any, Any] = {
     torch.ops.aten.native_layer_norm.default: _norm_of,
     torch.ops.aten._softmax.default: _softmax_of,

@@ -235,7 +235,7 @@ class Call:
             self.profile.warned.add(text)
             warnings.warn(text, category, stacklevel=4)
 
-    # --- why it is decoded plainly --------------------------------------------------------------
+    # --- why it falls back to standard decoding -------------------------------------------------
 
     @cached_property
     def why_plain(self) -> str | None:

@@ -1,4 +1,4 @@
-"""How a call is decoded: the target that verifies its drafts, or plainly."""
+"""How a call is decoded: by a target that verifies its drafts, or by standard decoding."""
 
 from contextlib import suppress
 from functools import partial

@@ -293,9 +293,10 @@ class Reads:
             name: of the attribute.
             value: what it holds now; numbers have no parts, and give None.
         """
-        first, now = self._before.get((id(module), name)), _leaves(value)
+        first = self._before.get((id(module), name))
         if first is None:
             return None
+        now = _leaves(value)
         return {path for path in first | now if first.get(path) != now.get(path)}
 
     def of(self, module: nn.Module) -> set[str]:

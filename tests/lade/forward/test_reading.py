@@ -141,12 +141,12 @@ def test_columns_of_no_whole_vectors_are_refused_where_they_lie_side_by_side() -
 
 
 def test_the_module_that_does_not_fit_is_told() -> None:
-    told = lade.probe(model_of("llama"))
-    assert told.why_by_torch is None
-    assert "run by torch" not in str(told)
-    told = lade.probe(tiny_model("bitnet", dtype=torch.float32))
-    assert told.why_by_torch == "model.layers.0: its numbers depend on each other"
-    assert str(told).endswith(f"\n  run by torch: {told.why_by_torch}")
+    probed = lade.probe(model_of("llama"))
+    assert probed.why_by_torch is None
+    assert "run by torch" not in str(probed)
+    probed = lade.probe(tiny_model("bitnet", dtype=torch.float32))
+    assert probed.why_by_torch == "model.layers.0: its numbers depend on each other"
+    assert str(probed).endswith(f"\n  run by torch: {probed.why_by_torch}")
     assert "float64" in str(lade.probe(tiny_model("llama")).why_by_torch)
 
 
