@@ -82,6 +82,24 @@ class Unigrams(NamedTuple):
     counts: Float64Array  # [NUM_UNIGRAMS], expected; 0 where empty
 
 
+class Noted(NamedTuple):
+    """What follows from text and harvest, for further candidates."""
+
+    often_ids: Int32Array  # the target's most used tokens, and their evidence, 0 where empty
+    evidence: Float64Array
+    recent_ids: Int32Array  # known tokens, by their hash
+
+    @classmethod
+    def new(cls) -> "Noted":
+        """Return the arrays of a pool that has harvested nothing."""
+        num_often, num_recent = _kernels.NUM_OFTEN, _kernels.NUM_RECENT
+        return cls(
+            np.full(num_often, NONE, np.int32),
+            np.zeros(num_often),
+            np.full(num_recent, NONE, np.int32),
+        )
+
+
 class Scratch:
     """Memory that kernels write to during a call, as large as any call needed so far.
 
@@ -101,7 +119,7 @@ class Scratch:
         if sizes == self._sizes:
             return self.header.row
         num_nodes, num_layers = sizes
-        width = _kernels.MAX_FOUND + 2 * _kernels.MAX_OCCURRENCES * num_layers
+        width = _kernels.MAX_FOUND + _kernels.MAX_OCCURRENCES * num_layers
         found_shape = 8 + num_layers, max(width, self._max_ngram_size + 1)
         self.header = Header(
             np.empty(self._max_match, np.int64),  # context

@@ -246,7 +246,7 @@ class Budget:
         if self._fixed is not None:
             return
         hits = [self._calibration(row).learn(draft, ids) for row, (draft, ids) in outcomes.items()]
-        # A step with tokens to explore alone has refused no draft.
+        # A step without a draft has refused none.
         if self._has_refused and any(len(draft) for draft, _ in outcomes.values()):
             self._back_off.spent(1.0)
         self._has_refused = False

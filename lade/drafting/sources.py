@@ -21,7 +21,7 @@ from lade.budget.budget import Calibration
 from lade.budget.seconds import Seconds
 from lade.config import check_integer
 from lade.drafting.drafter import Drafter, DraftingCall, ForcedTokens
-from lade.drafting.drafts import best_first, checked
+from lade.drafting.drafts import checked
 from lade.drafting.successors import Successors, compile_kernels
 from lade.errors import DrafterWarning, LadeError, in_one_line
 from lade.machine.generators import put_back, random_states
@@ -40,6 +40,7 @@ class PoolDrafter(Drafter):
         pool: learns from all sequences.
         max_candidates: G, the maximum number of paths in a draft; None for no limit.
         layers: read-only pools, such as tables of `lade.prewarm`, from which drafts come as well.
+        codes: codes of all tokens, as `NGramPool.open_sequence` takes them.
     """
 
     name = "pool"
@@ -50,11 +51,12 @@ class PoolDrafter(Drafter):
         pool: NGramPool,
         max_candidates: int | None = None,
         layers: Sequence[NGramPool] = (),
+        codes: NDArray[np.int8] | None = None,
     ) -> None:
         self.pool = pool
         self._max_candidates = max_candidates
         self._max_match = pool.max_match  # of a context's last tokens
-        self._layers = tuple(layers)
+        self._layers, self._codes = tuple(layers), codes
         self._open_prompts: dict[int, tuple[int, ...]] = {}
 
     def open(self, prompt_ids: Sequence[int]) -> int:
@@ -66,7 +68,7 @@ class PoolDrafter(Drafter):
         prompt = tuple(prompt_ids)
         is_answered = prompt in self._open_prompts.values()
         new = prompt[-self.pool.max_ngram_size :] if is_answered else prompt
-        sequence = self.pool.open_sequence(self._layers)
+        sequence = self.pool.open_sequence(self._layers, self._codes)
         try:
             self.pool.observe(new, sequence)
         except BaseException:  # also an interrupt: no other code knows the sequence
@@ -94,35 +96,6 @@ class PoolDrafter(Drafter):
         """
         context = committed[-self._max_match :]
         return self.pool.sample(context, max_draft_tokens, rng, self._max_candidates, sequence)
-
-    def explore(
-        self,
-        draft: Draft,
-        excluded: NDArray[np.int32],
-        vocab_size: int,
-        max_draft_tokens: int,
-    ) -> Draft:
-        """Add children of the root whose successors are worth harvesting; return the whole draft.
-
-        The nodes are ordered by probability; of the new tokens, by how often the target would use
-        them.
-
-        Args:
-            draft: the draft, best first.
-            excluded: tokens not to add, as they are run anyway, int32 [num_excluded].
-            vocab_size: exclusive upper bound of the tokens to add.
-            max_draft_tokens: maximum number of nodes, at least 1.
-        """
-        token_ids, worths = self.pool.explore(max_draft_tokens, excluded)
-        new = token_ids < vocab_size
-        token_ids, worths = token_ids[new], worths[new]
-        if not len(token_ids):
-            return draft.first(max_draft_tokens)
-        # A probability that rises counts as the one before it, so that parents stay first.
-        probs = np.concatenate([np.minimum.accumulate(draft.probs), worths])
-        parents = np.concatenate([draft.parents, np.full(len(token_ids), -1)])
-        token_ids = np.concatenate([draft.token_ids, token_ids])
-        return best_first(token_ids, parents, probs, max_draft_tokens)
 
     def harvest(
         self,
@@ -262,7 +235,7 @@ class Source:
             self.costs = _COSTS.setdefault(given, self.costs)
         if isinstance(given, NGramPool):
             pools = (NGramPool(), (given,)) if given.is_read_only else (given, ())
-            made: Any = PoolDrafter(pools[0], call.max_candidates, layers=pools[1])
+            made: Any = PoolDrafter(pools[0], call.max_candidates, pools[1], call.token_codes())
         else:
             made = given.for_call(call)
         if not isinstance(made, Drafter):

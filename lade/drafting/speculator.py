@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch.distributed
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lade.batch import Batch, Row
@@ -88,7 +87,7 @@ class _DraftedRow:
     ahead: Sequence[int] = ()  # the text, and the tokens that a grammar forces
     allowance: int = 0  # nodes that a source may propose: the step's wish without forced ones
     forced: list[int] = field(default_factory=list)  # first tokens, if a grammar forces them
-    draft: Draft = field(default_factory=Draft.empty)  # with tokens to explore
+    draft: Draft = field(default_factory=Draft.empty)  # forced tokens first, all of it possible
     max_depth: int = 0  # that the target can run
 
 
@@ -148,9 +147,6 @@ class Speculator:
         # No method of this object: the circle of references would keep the KV cache alive.
         joins = Speculator._likeliest if call.rngs is None else Speculator._one
         self._strategy = joins if self._learns else Speculator._alone
-        # If drafts are drawn or have few paths, no node is spent on exploring.
-        explores = call.max_candidates is None and call.rngs is None
-        self._explorer = next((s for s in sources if s.kind is Kind.POOL and explores), None)
         self._rows: dict[Row, _DraftedRow] = {}
         # Of the running step: seconds of asking sources, and number of emitted tokens.
         self._asking_sec, self._num_emitted = 0.0, 0
@@ -184,14 +180,9 @@ class Speculator:
     def plan(self, emitting: Sequence[Row]) -> Plan:
         """Return the plan of the next step: drafts for rows that emit, roots for the others."""
         wish = self._budget.wish
-        proposed: dict[Row, Draft] = {}
-        explored: dict[Row, Draft] = {}
-        others: list[NDArray[np.int32]] = []
-        for row in () if self._may_rest and self._budget.is_resting else emitting:
-            proposed[row] = self.propose(row, wish)
-            explored[row] = self._with_explored(row, others, wish)
-            others.append(explored[row].token_ids)
-        nums = self._nums_of_nodes(explored)
+        rests = self._may_rest and self._budget.is_resting
+        proposed = {row: self.propose(row, wish) for row in (() if rests else emitting)}
+        nums = self._nums_of_nodes(proposed)
         drafts = {row: self._drawn(row, num) for row, num in nums.items()}
         if self._mesh is not None:
             drafts = dict(zip(drafts, agreed([*drafts.values()], self._mesh), strict=True))
@@ -300,25 +291,6 @@ class Speculator:
         source.stats.num_draft_tokens += len(found)
         source.stats.sec += sec
         return found
-
-    def _with_explored(self, row: Row, others: Sequence[NDArray[np.int32]], wish: int) -> Draft:
-        """Add tokens to explore to a row's proposal; return the whole proposal.
-
-        They are run to harvest their successors more than for their chance to be right. So the
-        calibration of the drafter's probabilities ignores them.
-
-        Args:
-            row: the row.
-            others: tokens that other rows run in this step.
-            wish: maximum number of nodes.
-        """
-        state, explorer = self._rows[row], self._explorer
-        if explorer is None or state.forced or min(state.max_depth, wish) < 1:
-            return state.draft
-        excluded = np.concatenate([state.draft.token_ids, self._placeholders, *others])
-        args = state.draft, excluded, self._call.vocab_size, wish
-        state.draft = explorer.ask("explore", state.draft, *args)
-        return state.draft
 
     def _drawn(self, row: Row, num_nodes: int) -> Draft:
         """Return the first `num_nodes` nodes of the proposal, or as many drawn nodes instead."""

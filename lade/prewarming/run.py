@@ -170,8 +170,8 @@ class TableWriter:
         self.saved_sec = seconds_of(self.table)
         # How often each token is to be expected, by the likely successors.
         self._mentions = np.zeros(config.vocab_size)
-        token_ids, worths = self.table.explore(config.vocab_size)
-        self._mentions[token_ids] = worths
+        for token_id, count in self.table.unigrams().items():
+            self._mentions[token_id] = count
         self._is_known = np.zeros(_NUM_PAIRS, np.bool_)
         pairs = self.table.contexts()
         self._is_known[self._numbers_of(pairs[:, 0], pairs[:, 1])[pairs[:, 0] >= 0]] = True

@@ -55,8 +55,7 @@ def everything_said_by(pool: NGramPool) -> list[Any]:
     contexts = [TEXT[end - 4 : end] for end in range(4, 200, 9)]
     drafts: list[Any] = [as_tuple(pool.draft(context, 12, sequence=0)) for context in contexts]
     sampled = pool.sample(TEXT[:4], 12, np.random.default_rng(0), sequence=0)
-    explored = [array.tolist() for array in pool.explore(20)]
-    return [*drafts, sampled.token_ids.tolist(), sampled.probs.tolist(), *explored]
+    return [*drafts, sampled.token_ids.tolist(), sampled.probs.tolist(), pool.unigrams()]
 
 
 # --- what is kept ---------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def use(pool: NGramPool, layers: list[NGramPool]) -> None:
         pool.observe(TEXT[start : start + 20], sequence, is_answer=start > 0)
         pool.observe(TEXT[start : start + 5])
         pool.harvest(*KNOWN)
-        pool.explore(10)
+        assert all(count > 0 for count in pool.unigrams().values())
         other = pool.open_sequence(layers=layers)
         texts, lengths = [TEXT[start : start + 20], TEXT[start + 20 : start + 40]], [20, 12]
         chains = pool.draft_chains(texts, lengths, 6, [sequence, other], num_new=[3, 12])

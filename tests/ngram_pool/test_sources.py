@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ngram_pool import NGramPool, ReadOnlyPoolError
+from ngram_pool._kernels import CODE_SIZE
 from tests.ngram_pool.table_oracle import OracleTable
 from tests.ngram_pool.test_harvest import contents, expected_contents
 from tests.ngram_pool.test_pool import as_tuple, noisy_text
@@ -70,9 +71,6 @@ def test_a_bad_tree_raises_and_changes_nothing(
 # --- unigrams ---
 
 
-OFFSET = 64  # see `NGramPool.explore`
-
-
 def harvested(num_contexts: int, seed: int, num_ids: int = 300) -> tuple[NGramPool, Counter[int]]:
     """Return a pool that harvested at random, and the expected counts in plain Python."""
     rng = np.random.default_rng(seed)
@@ -88,22 +86,13 @@ def harvested(num_contexts: int, seed: int, num_ids: int = 300) -> tuple[NGramPo
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_worths_are_unigram_probabilities(seed: int) -> None:
+def test_where_nothing_is_known_the_most_used_tokens_are_drafted(seed: int) -> None:
     pool, counts = harvested(60, seed)
-    total = OFFSET + counts.total()
-    worths = {token_id: count / total for token_id, count in counts.items()}
-    token_ids, found = pool.explore(20)
-    assert len(token_ids) == len(set(token_ids.tolist())) == 20
-    assert found.tolist() == pytest.approx([worths[token_id] for token_id in token_ids.tolist()])
-    assert found.tolist() == pytest.approx(sorted(worths.values(), reverse=True)[:20])
-    assert len(pool.explore(1000)[0]) == len(counts)
-
-
-def test_nothing_is_named_before_a_harvest_nor_what_is_excluded() -> None:
-    assert len(NGramPool().explore(5)[0]) == 0
-    pool, _ = harvested(60, 0)
-    first = pool.explore(10)[0].tolist()
-    assert pool.explore(4, excluded=first[:6])[0].tolist() == first[6:]
+    assert pool.unigrams() == pytest.approx(counts)
+    draft = pool.draft([999], 20)
+    at_root = draft.token_ids[draft.parents == -1].tolist()
+    assert at_root == [token_id for token_id, _ in counts.most_common(len(at_root))]
+    assert len(at_root) > 4
 
 
 def test_counts_of_rare_tokens_give_way_and_nothing_grows() -> None:
@@ -115,7 +104,31 @@ def test_counts_of_rare_tokens_give_way_and_nothing_grows() -> None:
     nbytes = pool.nbytes
     pool.harvest([[-1, 1]], [[123_456]], [[0.5]])
     assert pool.nbytes == nbytes
-    assert set(pool.explore(8, excluded=[123_456])[0].tolist()) >= set(range(8)) - {5}
+    assert {*pool.unigrams()} >= {*range(8), 123_456} - {5}
+
+
+# --- tokens that are alike ------------------------------------------------------------------
+
+
+def test_a_token_borrows_the_successors_of_the_most_similar_ones() -> None:
+    rng = np.random.default_rng(0)
+    codes = rng.choice([-11, 11], (50, CODE_SIZE)).astype(np.int8)
+    codes[7] = codes[8] = codes[9] = codes[3]
+    codes[8, :20] *= -1  # a cosine of 0.69; and of 0.31
+    codes[9, :44] *= -1
+    pool = NGramPool()
+    pool.harvest([[-1, 3]], [[5]], [[0.1]])
+    pool.harvest([[-1, 40]], [[6]], [[0.9]])
+    alike, apart = pool.open_sequence(codes=codes), pool.open_sequence()
+    assert likeliest(pool, [7], alike) == likeliest(pool, [8], alike) == [5]
+    for context, sequence in (([9], alike), ([7], apart), ([99], alike)):
+        assert likeliest(pool, context, sequence) == [6]  # the most used one
+
+
+@pytest.mark.parametrize("codes", [np.zeros((5, 128)), np.zeros((5, 8), np.int8)])
+def test_codes_of_another_kind_are_refused(codes: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected codes int8 \[num_tokens, 128\], got"):
+        NGramPool().open_sequence(codes=codes)
 
 
 # --- layers ---

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 
 import ngram_pool.pool
 from ngram_pool import NGramPool
+from ngram_pool._kernels import CODE_SIZE
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_pool import as_tuple
 from tests.oracle import OraclePool
@@ -34,6 +35,10 @@ successors = st.lists(
     st.tuples(st.integers(0, 5), st.floats(0, 1, width=32)), max_size=3, unique_by=lambda x: x[0]
 )
 entries = st.lists(st.tuples(st.integers(-1, 4), st.integers(0, 4), successors), max_size=12)
+
+# Cosines are from 0.2 to 0.7; the last token has no code.
+SHARED, *APART = np.random.default_rng(3).normal(size=(6, CODE_SIZE))
+CODES = np.array([9 * SHARED + 10 * each for each in APART]).clip(-127, 127).astype(np.int8)
 
 
 @pytest.fixture(autouse=True)
@@ -88,13 +93,13 @@ class PoolMachine(RuleBasedStateMachine):
             pool.observe(text, sequence)
             oracle.observe(text, sequence)
         pool.harvest(*as_arguments(known))
-        oracle.harvested.put(*(array.tolist() for array in as_arguments(known)))
+        oracle.harvest(*(array.tolist() for array in as_arguments(known)))
         return pool.as_read_only(), oracle
 
     @rule(target=sequences, layers=st.lists(layers, max_size=6))
     def open_sequence(self, layers: Any) -> int:
-        sequence = self.pool.open_sequence([pool for pool, _ in layers])
-        self.oracle.open_sequence(sequence, [oracle for _, oracle in layers])
+        sequence = self.pool.open_sequence([pool for pool, _ in layers], CODES)
+        self.oracle.open_sequence(sequence, [oracle for _, oracle in layers], CODES.tolist())
         return sequence
 
     @rule(sequence=consumes(sequences))
@@ -121,7 +126,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(known=entries)
     def harvest(self, known: Any) -> None:
         self.pool.harvest(*as_arguments(known))
-        self.oracle.harvested.put(*(array.tolist() for array in as_arguments(known)))
+        self.oracle.harvest(*(array.tolist() for array in as_arguments(known)))
 
     @rule(
         context=contexts,
@@ -217,8 +222,8 @@ class LivingPoolMachine(PoolMachine):
         for handle in [*self.oracle.open]:
             if handle:
                 loaded._num_opened = handle
-                loaded.open_sequence(self.pool._sequences[handle].layers)
-                oracle.open_sequence(handle, self.oracle.layers[handle])
+                loaded.open_sequence(self.pool._sequences[handle].layers, CODES)
+                oracle.open_sequence(handle, self.oracle.layers[handle], CODES.tolist())
         loaded._num_opened = self.pool._num_opened
         self.pool, self.oracle = loaded, oracle
 

@@ -1,8 +1,7 @@
-"""Numbers behind drafts: ranks of logits, tokens to explore, joined trees."""
+"""Numbers behind drafts: ranks of logits, joined trees."""
 
 from itertools import accumulate
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lade.drafting.drafts import draft_of, joined, matched_depth
-from lade.drafting.sources import PoolDrafter
 from lade.drafting.successors import Successors, first_of_highest, rank, with_others
-from ngram_pool import Draft, NGramPool
+from ngram_pool import Draft
 from tests.lade.tiny import paths_of
 
 # --- ranks ----------------------------------------------------------------------------------
@@ -97,31 +95,6 @@ def drafts(draw: st.DrawFn) -> Draft:
     place: dict[Path, int] = {(): -1} | {path: number for number, (path, _) in enumerate(nodes)}
     parents = [place[path[:-1]] for path, _ in nodes]
     return draft_of([path[-1] for path, _ in nodes], parents, [prob for _, prob in nodes])
-
-
-MOST = st.integers(1, 14)
-POOL = NGramPool(seed=0)
-
-
-@given(drafts(), st.lists(st.floats(0, 1), max_size=6), st.sets(st.integers(100, 105)), MOST)
-def test_tokens_join_a_draft_by_what_they_are_worth(
-    draft: Draft, worths: list[float], excluded: set[int], most: int
-) -> None:
-    worths = sorted(worths, reverse=True)
-    token_ids = np.arange(100, 100 + len(worths), dtype=np.int32)
-    others = np.array([*excluded], np.int32)
-    new = ~np.isin(token_ids, others)
-    found = token_ids[new][:most], np.array(worths)[new][:most]
-    drafter = PoolDrafter(POOL)
-    drafter.pool = Mock(explore=lambda *_: found)
-    whole = drafter.explore(draft, others, 200, most)
-    assert not excluded & {*whole.token_ids.tolist()}
-    worths = [worth for i, worth in enumerate(worths) if 100 + i not in excluded]
-    assert whole.probs.tolist() == sorted([*draft.probs.tolist(), *worths], reverse=True)[:most]
-    paths = paths_of(whole)
-    assert {*paths} <= {*paths_of(draft), *((int(t),) for t in token_ids)}
-    assert len({*paths}) == len(whole)
-    assert whole.depths.tolist() == [len(path) for path in paths]
 
 
 def joined_plainly(drafts: list[Draft]) -> dict[Path, float]:

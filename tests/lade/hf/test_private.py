@@ -48,8 +48,7 @@ def is_told(model: Any, secret: list[int]) -> bool:
 def attacked(secret: list[int], **options: Any) -> bool:
     model = tiny_model("llama", seed=4, dtype=torch.float32)
     model.generation_config.eos_token_id = None
-    # With a limit to candidates nothing is explored, which now and then hits by chance.
-    config = lade.Config(max_candidates=4, max_draft_tokens=4)
+    config = lade.Config(max_draft_tokens=12)
     lade.wrap(model, config=config, **options)
     prompt = victim_prompt(secret)
     model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, pad_token_id=0)
