@@ -437,7 +437,9 @@ class NGramPool:
         {5: 0.75, 6: 0.25}
         """
         with self._lock:
-            return self._unigrams.as_dict()
+            is_held = self._unigrams.token_ids != NONE
+            held = [array[is_held].tolist() for array in self._unigrams]
+        return dict(zip(*held, strict=True))
 
     # --- text as a whole --------------------------------------------------------------------
 
