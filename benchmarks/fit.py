@@ -1,21 +1,17 @@
 """Fit a pool's first weights: decode live once, and let new pools learn from that again and again.
 
-First weights are fitted by the pool's own learning (`ngram_pool/_kernels.py`), at higher rates and
+Nothing is fitted but by the pool's own learning (`ngram_pool/_kernels.py`), at higher rates and
 over several passes: by turns with a pool that is kept from prompt to prompt and with a new one for
-each, with a prewarmed table as a layer, if there is one, and without. The weights of further
-candidates (`RESCORING` there) are those of maximum likelihood, with new pools.
+each, with a prewarmed table as a layer, if there is one, and without.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.environment import environment
 from benchmarks.prompts import Chosen
@@ -26,7 +22,6 @@ from lade.apps.cli.bench import describe_model
 from lade.apps.cli.generate import encode_prompts
 from lade.apps.cli.loading import console
 from lade.config import Config
-from lade.drafting.similarity import token_codes
 from lade.drafting.sources import PoolDrafter
 from lade.drafting.successors import Successors
 from lade.models.loading import LoadedModel
@@ -35,7 +30,7 @@ from lade.prewarming.tables import table_for
 from lade.stats import ends_in_loop
 from ngram_pool import NGramPool, _kernels
 
-_MAX_DRAFT_TOKENS = 16  # of the steps that are learned from
+_MAX_DRAFT_TOKENS = 7  # of the steps that are learned from
 # Rates of the passes. Pools themselves learn at 0.003.
 RATES = (0.02, 0.014, 0.01, 0.007, 0.005, 0.0035, 0.0025)
 
@@ -97,12 +92,11 @@ def record_lessons(
     lessons: list[Lesson],
     on_answer: Callable[[], None] = lambda: None,
 ) -> None:
-    """Answer prompts with one pool, appending to `lessons` all but answers that end in loops."""
-    drafter = LessonRecorder(NGramPool(seed=0), layers)
-    method = Lade(config, drafter=drafter)
+    """Answer prompts with new pools, appending to `lessons` all but answers that end in loops."""
     texts = [prompt.text for prompt in prompts]
     for inputs in encode_prompts(loaded, texts, settings.max_new_tokens):
-        answer = method(loaded.model, inputs, settings.options())
+        drafter = LessonRecorder(NGramPool(seed=0), layers)
+        answer = Lade(config, drafter=drafter)(loaded.model, inputs, settings.options())
         if not ends_in_loop(answer.rows[0]):
             lessons.append(drafter.lessons[-1])
         on_answer()
@@ -146,95 +140,21 @@ def teach(drafter: PoolDrafter, lesson: Lesson) -> None:
     drafter.close(sequence)
 
 
-class SeenContext(NamedTuple):
-    """A context of an answer: its candidates, and which of them came."""
-
-    group: int  # the row of weights
-    terms: NDArray[np.float32]  # [num_candidates, num_weights], what the weights are multiplied by
-    came: int  # index of the candidate plus 1; 0 for none
-
-
-def seen_contexts(lesson: Lesson, codes: NDArray[np.int8] | None) -> Iterator[SeenContext]:
-    """Teach a new pool a lesson; yield each context of the answer, as it was drafted from."""
-    pool = NGramPool(seed=0)
-    drafter, text = PoolDrafter(pool, codes=codes), [*lesson.prompt_ids]
-    sequence = drafter.open(text)
-    for given in lesson.given:
-        if isinstance(given, Harvested):
-            drafter.harvest(sequence, *given)
-            continue
-        for token_id in given:
-            yield _seen(pool, sequence, text, token_id)
-            text.append(token_id)
-        drafter.observe(sequence, given)
-    drafter.close(sequence)
-
-
-def _seen(pool: NGramPool, sequence: int, text: Sequence[int], came: int) -> SeenContext:
-    opened, context = pool._sequence(sequence), np.array(text[: -pool.max_match - 1 : -1])
-    scratch = pool._scratch.row_for(1, opened.num_texts)
-    args, order = (pool._header().row, opened.row, scratch, context), pool.max_ngram_size
-    num_estimated, _ = _kernels.estimate(*args, min(len(context), order), 1.0)
-    found, probs, features = pool._scratch.header.arrays[1:4]
-    known, odds = probs[:num_estimated].copy(), int(found[4, 2])
-    num, num_further = _kernels.widen(*args, num_estimated), _kernels.NUM_FURTHER
-    terms = np.zeros((num, _kernels.RESCORING.shape[1]), np.float32)
-    none = max(1.0 - known.sum(), _kernels.LEAST_PROB)
-    terms[:num_estimated, 0] = np.log(known.clip(_kernels.LEAST_PROB) / none)
-    terms[:num_estimated, 1:3] = 1.0, none
-    terms[num_estimated:, 3] = 1.0
-    terms[:num_estimated, 4 : 4 + num_further] = features[:num_estimated, :num_further]
-    terms[num_estimated:, 4 + num_further :] = features[num_estimated:num, :num_further]
-    group = 0 if not num_estimated else 1 if odds == _kernels.KNOWN_ROW else 2
-    places = np.flatnonzero(found[1, :num] == came)
-    return SeenContext(group, terms, int(places[0]) + 1 if len(places) else 0)
-
-
-def fit_further(lessons: Sequence[Lesson], codes: NDArray[np.int8] | None) -> NDArray[np.float64]:
-    """Return the weights of further candidates, [3, num_weights]."""
-    found = [each for lesson in lessons for each in seen_contexts(lesson, codes)]
-    groups = ([choice for choice in found if choice.group == group] for group in range(3))
-    return np.array([_likeliest(group) for group in groups])
-
-
-def _likeliest(choices: Sequence[SeenContext], decay: float = 1e-3) -> NDArray[np.float64]:
-    """Return weights of maximum likelihood, but near those by which candidates hardly come."""
-    terms = pad_sequence([torch.from_numpy(choice.terms) for choice in choices], True)
-    lengths = torch.tensor([len(choice.terms) for choice in choices])
-    is_missing = torch.arange(terms.shape[1]) >= lengths[:, None]
-    came = torch.tensor([choice.came for choice in choices])
-    start = torch.zeros(terms.shape[2])
-    start[0], start[3] = 1.0, -6.0
-    weights = start.clone().requires_grad_()
-    optimizer = torch.optim.LBFGS([weights], max_iter=60, line_search_fn="strong_wolfe")
-
-    def loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        scores = (terms @ weights).masked_fill(is_missing, -torch.inf)
-        scores = torch.cat([torch.zeros(len(scores), 1), scores], 1)
-        value = cross_entropy(scores, came) + decay * ((weights - start) ** 2).sum()
-        value.backward()  # type: ignore[no-untyped-call]
-        return value
-
-    optimizer.step(loss)  # type: ignore[no-untyped-call]
-    return weights.detach().double().numpy()
-
-
 def crude_weights() -> NDArray[np.float64]:
     """Return weights that nothing was fitted to, the same for all contexts.
 
-    A token of the text alone gets the text's probability; each table counts a third of that.
+    A token of the text alone gets the text's probability; other sources count a third of that.
     """
     weights = np.zeros((_kernels.NUM_WEIGHT_ROWS, _kernels.NUM_WEIGHTS))
     of_matches = weights[: _kernels.ORIGIN_ROW]
-    of_matches[:, : _kernels.NUM_SOURCES] = 0.3
-    of_matches[:, _kernels.TEXT] = 1.0
+    of_matches[:, : _kernels.LENGTH] = 0.3
+    of_matches[:, _kernels.TEXT] = of_matches[:, _kernels.SILENCE : _kernels.BIAS] = 1.0
     of_matches[:, _kernels.BIAS] = _kernels.LEAST_LOG_PROB
     return weights
 
 
 def as_source(weights: NDArray[np.float64]) -> str:
-    """Return weights in hundredths, as lines of source; layers' are not fitted."""
+    """Return weights in hundredths, as lines of `ngram_pool/weights.py`; layers' are not fitted."""
     rows = np.round(100 * weights[: _kernels.LAYER_ROW]).astype(int).tolist()
     return "\n".join(f"    ({', '.join(map(str, row))})," for row in rows)
 
@@ -256,8 +176,7 @@ def run(loaded: LoadedModel, chosen: Chosen, settings: Settings, file: Path | No
         )
     with console.status(f"learning from {len(lessons)} answers"):
         weights = fit(lessons, crude_weights(), layers)
-        further = fit_further(lessons, token_codes(loaded.model))
-    print(as_source(weights), as_source(further), sep="\n\n")
+    print(as_source(weights))
     described = {
         **describe_model(loaded),
         **asdict(settings),
@@ -268,4 +187,4 @@ def run(loaded: LoadedModel, chosen: Chosen, settings: Settings, file: Path | No
         "rates": [*RATES],
     }
     content = {"environment": environment(), "settings": described}
-    show(file, {**content, "weights": weights.round(4).tolist(), "further": further.tolist()})
+    show(file, {**content, "weights": weights.round(4).tolist()})

@@ -62,7 +62,6 @@ from numpy.typing import NDArray
 _F = TypeVar("_F", bound=Callable[..., Any])
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
-Int8Array = NDArray[np.int8]
 Float64Array = NDArray[np.float64]
 
 
@@ -146,8 +145,8 @@ MAX_MATCH = 32
 # and the cost of a text made so that its n-grams collide: a draft of 64 nodes took 0.16 ms instead
 # of 0.05, and 2.0 with 4096. Of 4000 drafts for program text, none differs from those with 4096,
 # and four do with 64. Without the pool's seed, nobody can make such a text. Drafts depend on the
-# seed only through this limit and that of `add_similar`, which count all entries of a bucket.
-# (Tables need no seed: a full bucket drops its oldest context, so none takes longer.)
+# seed only through this limit, which counts all entries of a bucket. (Tables need no seed: a full
+# bucket drops its oldest context, so none takes longer.)
 MAX_CHAIN = 256
 # A node less likely than this is drafted only as the best successor of its parent, so that a draft
 # runs as deep as the text that it follows. Other such nodes gain less than they cost to verify.
@@ -156,17 +155,18 @@ MIN_PROB = 1e-3
 # --- how sources are blended; see `estimate` ---
 #
 # Sources of successors: the text itself; the target's successors of the last two tokens and of the
-# last one. The evidence of a source for a candidate token is its log-probability minus
+# last one; what it found likely in place of the last token, and its successors of that; the tokens
+# that it uses most. The evidence of a source for a candidate token is its log-probability minus
 # LEAST_LOG_PROB, or 0 for none.
-TEXT, HARVESTED_PAIR, HARVESTED_SINGLE = range(3)
-NUM_SOURCES = HARVESTED_SINGLE + 1  # for which no evidence counts as silence
+TEXT, HARVESTED_PAIR, HARVESTED_SINGLE, INSTEAD, AFTER_INSTEAD, UNIGRAM = range(6)
+NUM_TABLE_SOURCES = INSTEAD  # the first sources, for which no evidence counts as silence
 # Features of a candidate from the text: logarithms of the length of its longest match and of its
 # number of occurrences, whether it followed the newest of the longest matches, and whether its
 # nearest origin is the answer or the prompt.
-LENGTH, COUNT, IS_NEWEST, IN_ANSWER, IN_PROMPT = range(3, 8)
+LENGTH, COUNT, IS_NEWEST, IN_ANSWER, IN_PROMPT = range(6, 11)
 NUM_FEATURES = IN_PROMPT + 1
 SILENCE = NUM_FEATURES  # first of the weights for sources without evidence
-BIAS = SILENCE + NUM_SOURCES
+BIAS = SILENCE + NUM_TABLE_SOURCES
 NUM_WEIGHTS = BIAS + 1
 # Rows of weights. The weights of a context are the sum of three rows: by the match in the text; by
 # the origin of its newest occurrence; by which table knows the last pair: none, the pool's, or a
@@ -177,44 +177,12 @@ LEAST_LOG_PROB = math.log(1e-4)
 # Weights of evidence learn at a tenth of the rate, because evidence is ten times as large.
 _OF_FEATURES = 0.1
 _LOGS = np.array([-math.inf, *(math.log(number) for number in range(1, 64))])
-
-# --- further candidates; see `widen` ---
-#
-# Their sources: what the target found likely one and two tokens earlier, without the token that
-# came; its successors of tokens like the last one; and the tokens that it uses most. Evidence is as
-# above; that of similar tokens is multiplied by the cosine.
-EARLIER_1, EARLIER_2, SIMILAR, UNIGRAM = range(4)
-NUM_FURTHER = UNIGRAM + 1
-# Weights in hundredths where nothing is known, where something but not the pair is, and where the
-# pair is: of the logarithm of an estimated candidate's odds, its constant, and of the probability
-# of "none of them"; the constant of a further candidate; of evidence for the first; of evidence for
-# the second. Fitted like the first weights (`weights.py`), by maximum likelihood.
-# fmt: off
-RESCORING = np.array(
-    [
-        (100, 0, 0, -555, 0, 0, 0, 0, 20, 13, 32, 40),
-        (94, 22, 34, -537, 27, 9, 8, 11, 25, 11, 26, 31),
-        (94, 51, 107, -530, 9, 8, 1, 9, 17, 10, 20, 27),
-    ]
-) / 100.0
-# fmt: on
-LEAST_PROB = 1e-6
 # The most used tokens that are candidates at every node.
 NUM_OFTEN = 32
-# How many similar tokens lend their successors, and from which cosine on.
-NUM_SIMILAR = 8
-LEAST_COSINE = 0.4
-# Evidence, times the cosine, for the token that followed a similar one in the text.
-FOLLOWED = 5.0
-# A token's code: integers whose cosine is about that of the tokens' input embeddings.
-CODE_SIZE = 128
-UNIT_PRODUCT = 127.0 * 127.0  # of a code with itself
-LEAST_PRODUCT = int(LEAST_COSINE * UNIT_PRODUCT)
-# Known tokens among which similar ones are sought: a new one replaces one of the same hash.
-NUM_RECENT = 1024
-# Maximum number of candidates without layers; further ones are left out. Each layer with text adds
-# as many as may be read from it.
-MAX_FOUND = 12 * MAX_OCCURRENCES
+# Maximum number of candidates without layers: from text; for a pair, for a single token and for
+# those in place of the last token, each from one table, with the successors of the latter; and the
+# most used ones. Each layer with text adds candidates from text.
+MAX_FOUND = NUM_OFTEN + (4 + 8) * MAX_OCCURRENCES
 
 
 @inlined
@@ -315,9 +283,8 @@ else:
 
 
 # Arrays of a pool: text and links; heads; counts; weights; tokens and their expected counts; the
-# header of the table of harvested successors; the tokens of most counts with their evidence; tokens
-# that were harvested, by their hash.
-text_of, heads_of, counts_of, weights_of, unigrams_of, harvested_of, often_of, recent_of = _views(
+# header of the table of harvested successors; the tokens of most counts with their evidence.
+text_of, heads_of, counts_of, weights_of, unigrams_of, harvested_of, often_of = _views(
     ((np.int32, (None, 3)), (np.int32, (None, None))),
     ((np.int32, (None, None)),),
     ((np.int64, (4,)),),
@@ -325,15 +292,11 @@ text_of, heads_of, counts_of, weights_of, unigrams_of, harvested_of, often_of, r
     ((np.int32, (None,)), (np.float64, (None,))),
     ((np.int64, (None,)),),
     ((np.int32, (NUM_OFTEN,)), (np.float64, (NUM_OFTEN,))),
-    ((np.int32, (NUM_RECENT,)),),
 )
 # Arrays of a sequence: its state; the headers of its layers with text; the headers of its layers'
-# tables that hold anything; the codes of all tokens, or none.
-state_of, layers_of, tables_of, codes_of = _views(
-    ((np.int64, (3,)),),
-    ((np.int64, (None, None)),),
-    ((np.int64, (None, None)),),
-    ((np.int8, (None, CODE_SIZE)),),
+# tables that hold anything.
+state_of, layers_of, tables_of = _views(
+    ((np.int64, (3,)),), ((np.int64, (None, None)),), ((np.int64, (None, None)),)
 )
 # Arrays of a table: keys, successors and their costs, and how often each row was put; the number of
 # contexts held, in an array of length one.
@@ -412,7 +375,7 @@ def append(
         num_before: tokens to count for this stride before the first one.
     """
     (text, _), counts, state = text_of(pool), counts_of(pool), state_of(sequence)
-    num_rows, recent_ids = text.shape[0], recent_of(pool)
+    num_rows = text.shape[0]
     for i in range(token_ids.shape[0]):
         token_id, position, tail = int(token_ids[i]), int(counts[NEXT_POSITION]), int(state[TAIL])
         state[PROMPT] = min(state[PROMPT], position)
@@ -424,7 +387,6 @@ def append(
         if tail < first:
             tail = NONE
         row = row_of(position, num_rows)
-        recent_ids[hash_with(0, token_id, HASH_MULTIPLIER) & (NUM_RECENT - 1)] = token_id
         text[row, TOKEN] = token_id
         text[row, PREVIOUS] = tail
         text[row, NEXT] = NONE
@@ -670,19 +632,12 @@ def add_known(
     table: Int64Array,
     previous: int,
     last: int,
-    excluded: int,
     source: int,
-    share: float,
     found: Int64Array,
     features: Float64Array,
     num: int,
 ) -> tuple[int, bool]:
-    """Add a table's successors of a context; return the candidate count and whether it is known.
-
-    Args:
-        excluded: a token to leave out; NONE for none.
-        share: factor of the evidence.
-    """
+    """Add a table's successors of a context; return the candidate count and whether it is known."""
     row = find_context(table, previous, last)
     if row == NONE:
         return num, False
@@ -694,72 +649,36 @@ def add_known(
         evidence = costs[row, j] / -COST_STEPS - LEAST_LOG_PROB
         if evidence <= 0.0:  # so unlikely that it counts as silence; later ones are no likelier
             break
-        if token_id != excluded:
-            num = add_candidate(token_id, source, share * evidence, found, features, num)
+        num = add_candidate(token_id, source, evidence, found, features, num)
     return num, True
 
 
 @kernel
-def add_similar(
-    pool: Int64Array,
-    sequence: Int64Array,
-    last: int,
-    found: Int64Array,
-    features: Float64Array,
-    num: int,
+def add_instead(
+    table: Int64Array, context: Int64Array, found: Int64Array, features: Float64Array, num: int
 ) -> int:
-    """Add what the target found likely after tokens like the last one; return the candidate count.
+    """Add what the target found likely in place of the last token, and its successors of that.
 
-    Words of other case or inflection often have the same successors.
+    What might have come often still comes, and like tokens have like successors.
+
+    Returns:
+        The candidate count.
     """
-    codes, recent_ids, similar = codes_of(sequence), recent_of(pool), found[5]
-    if not 0 <= last < codes.shape[0]:
+    row = find_context(table, int(context[2]), int(context[1]))
+    if row == NONE:
         return num
-    code = codes[last]
-    num_similar = 0
-    for i in range(NUM_RECENT):
-        other = int(recent_ids[i])
-        if other == last or not 0 <= other < codes.shape[0]:
-            continue
-        product = product_of(code, codes[other])
-        if product < LEAST_PRODUCT:
-            continue
-        index = min(num_similar, NUM_SIMILAR - 1)
-        if index < num_similar and product <= similar[2 * index + 1]:
-            continue
-        while index > 0 and similar[2 * index - 1] < product:
-            similar[2 * index] = similar[2 * index - 2]
-            similar[2 * index + 1] = similar[2 * index - 1]
-            index -= 1
-        similar[2 * index] = other
-        similar[2 * index + 1] = product
-        num_similar = min(num_similar + 1, NUM_SIMILAR)
-    (text, links), heads, first = text_of(pool), heads_of(pool), first_of(pool)
-    seed, multiplier = int(counts_of(pool)[SEED]), int(counts_of(pool)[MULTIPLIER])
-    for i in range(num_similar):
-        other, share = int(similar[2 * i]), similar[2 * i + 1] / UNIT_PRODUCT
-        known = harvested_of(pool), NONE, other, NONE
-        num, _ = add_known(*known, SIMILAR, share, found, features, num)
-        position = int(heads[0, hash_with(seed, other, multiplier) & (heads.shape[1] - 1)])
-        num_read = 0
-        while position >= first and num_read < MAX_OCCURRENCES:  # of a bucket's entries
-            row = row_of(position, text.shape[0])
-            after = int(text[row, NEXT])
-            if text[row, TOKEN] == other and after != NONE:
-                token_id = int(text[row_of(after, text.shape[0]), TOKEN])
-                num = add_candidate(token_id, SIMILAR, FOLLOWED * share, found, features, num)
-            position = int(links[row, 0])
-            num_read += 1
+    _, successor_ids, costs, _ = rows_of(table)
+    for j in range(successor_ids.shape[1]):
+        token_id, evidence = (
+            int(successor_ids[row, j]),
+            costs[row, j] / -COST_STEPS - LEAST_LOG_PROB,
+        )
+        if token_id == NONE or evidence <= 0.0:
+            break
+        if token_id != context[0]:
+            num = add_candidate(token_id, INSTEAD, evidence, found, features, num)
+            num, _ = add_known(table, NONE, token_id, AFTER_INSTEAD, found, features, num)
     return num
-
-
-@kernel
-def product_of(code: Int8Array, other: Int8Array) -> int:
-    """Return the product of two codes."""
-    product = np.int32(0)
-    for i in range(CODE_SIZE):
-        product += np.int32(code[i]) * np.int32(other[i])
-    return int(product)
 
 
 @kernel
@@ -814,9 +733,7 @@ def estimate(
                 tables[i - 1] if i > 0 else harvested_of(pool),
                 previous,
                 int(context[0]),
-                NONE,
                 source,
-                1.0,
                 found,
                 features,
                 num_found,
@@ -824,6 +741,13 @@ def estimate(
             if is_known:
                 row_of_known += 0 if is_single else min(i, 1) + 1
                 break
+    if context.shape[0] > 2:
+        num_found = add_instead(harvested_of(pool), context, found, features, num_found)
+    often_ids, evidence = often_of(pool)
+    for i in range(NUM_OFTEN):
+        if evidence[i] > 0.0:
+            token_id = int(often_ids[i])
+            num_found = add_candidate(token_id, UNIGRAM, evidence[i], found, features, num_found)
     found[4, 0] = row
     found[4, 1] = row_of_origin
     found[4, 2] = row_of_known
@@ -836,7 +760,7 @@ def estimate(
         score = summed[BIAS]
         for j in range(NUM_FEATURES):
             score += summed[j] * features[i, j]
-        for j in range(NUM_SOURCES):
+        for j in range(NUM_TABLE_SOURCES):
             if features[i, j] == 0.0:
                 score += summed[SILENCE + j]
         found_probs[i] = score
@@ -848,74 +772,6 @@ def estimate(
     for i in range(num_found):
         found_probs[i] /= total
     return num_found, longest
-
-
-@kernel
-def widen(
-    pool: Int64Array,
-    sequence: Int64Array,
-    scratch: Int64Array,
-    context: Int64Array,
-    num: int,
-) -> int:
-    """Add further candidates of a context to those that `estimate` found, with their evidence.
-
-    Their evidence, for `rescore`, replaces the features.
-    """
-    (found, _), (features, _) = found_of(scratch), features_of(scratch)
-    # Scratch may be larger, from sequences with more layers.
-    features = features[: MAX_FOUND + MAX_OCCURRENCES * layers_of(sequence).shape[0]]
-    for i in range(num):
-        features[i, :NUM_FURTHER] = 0.0
-    for i in range(1, min(3, context.shape[0] - 1)):
-        pair, came = (int(context[i + 1]), int(context[i])), int(context[i - 1])
-        known = harvested_of(pool), *pair, came, EARLIER_1 + i - 1
-        num, _ = add_known(*known, 1.0, found, features, num)
-    num = add_similar(pool, sequence, int(context[0]), found, features, num)
-    often_ids, evidence = often_of(pool)
-    for i in range(NUM_OFTEN):
-        if evidence[i] <= 0.0:
-            break
-        num = add_candidate(int(often_ids[i]), UNIGRAM, evidence[i], found, features, num)
-    return num
-
-
-@kernel
-def rescore(scratch: Int64Array, num_estimated: int, num: int) -> None:
-    """Give candidates new probabilities, by those of `estimate` and by further evidence.
-
-    The score of an estimated candidate is the logarithm of its odds against "none of them"; that of
-    a further one is constant; evidence is added to both.
-
-    Args:
-        num_estimated: number of candidates that `estimate` found.
-        num: number of all candidates.
-    """
-    (found, found_probs), (features, _) = found_of(scratch), features_of(scratch)
-    weights = RESCORING[0 if num_estimated == 0 else 1 if found[4, 2] == KNOWN_ROW else 2]
-    none = 1.0
-    for i in range(num_estimated):
-        none -= found_probs[i]
-    none = max(none, LEAST_PROB)
-    highest = 0.0
-    for i in range(num):
-        if i < num_estimated:
-            odds = max(found_probs[i], LEAST_PROB) / none
-            score = weights[0] * math.log(odds) + weights[1] + weights[2] * none
-            begin = 4
-        else:
-            score = weights[3]
-            begin = 4 + NUM_FURTHER
-        for j in range(NUM_FURTHER):
-            score += weights[begin + j] * features[i, j]
-        found_probs[i] = score
-        highest = max(highest, score)
-    total = math.exp(-highest)
-    for i in range(num):
-        found_probs[i] = math.exp(found_probs[i] - highest)
-        total += found_probs[i]
-    for i in range(num):
-        found_probs[i] /= total
 
 
 @kernel
@@ -948,7 +804,7 @@ def learn(
         for k in range(3):
             row = found[4, k]
             weights[row, BIAS] += error
-            for j in range(NUM_SOURCES):
+            for j in range(NUM_TABLE_SOURCES):
                 if features[i, j] == 0.0:
                     weights[row, SILENCE + j] += error
             for j in range(NUM_FEATURES):
@@ -1145,10 +1001,6 @@ def grow_tree(
         length = read_context(nodes, node, root_context, context)
         order = min(length, max_order)
         num_found, longest = estimate(pool, sequence, scratch, context[:length], order, path_prob)
-        if often_of(pool)[1][0] > 0.0:  # the weights are fitted to pools that harvest
-            num_estimated = num_found
-            num_found = widen(pool, sequence, scratch, context[:length], num_estimated)
-            rescore(scratch, num_estimated, num_found)
         if node == NONE:
             root_order = longest
         else:
@@ -1442,21 +1294,14 @@ _UNSEEN_UNIGRAMS = 64.0
 
 
 @kernel
-def count_tokens(
-    pool: Int64Array, nodes: Int64Array, token_ids: Int32Array, probs: NDArray[np.float32]
-) -> None:
+def count_unigrams(pool: Int64Array, token_ids: Int32Array, probs: NDArray[np.float32]) -> None:
     """Add harvested probabilities to the expected counts of tokens, and rank these.
 
     Tokens are in buckets of WAYS; a full bucket drops its token with the lowest count.
 
     Args:
-        nodes: int64 [num_nodes], tokens whose successors were harvested; NONE is skipped.
         token_ids, probs: [n, k]; NONE ends a row.
     """
-    recent_ids = recent_of(pool)
-    for i in range(nodes.shape[0]):
-        if nodes[i] != NONE:
-            recent_ids[hash_with(0, nodes[i], HASH_MULTIPLIER) & (NUM_RECENT - 1)] = nodes[i]
     unigram_ids, unigram_counts = unigrams_of(pool)
     for i in range(token_ids.shape[0]):
         for j in range(token_ids.shape[1]):

@@ -82,24 +82,6 @@ class Unigrams(NamedTuple):
     counts: Float64Array  # [NUM_UNIGRAMS], expected; 0 where empty
 
 
-class Noted(NamedTuple):
-    """What follows from text and harvest, for further candidates."""
-
-    often_ids: Int32Array  # the target's most used tokens, and their evidence, 0 where empty
-    evidence: Float64Array
-    recent_ids: Int32Array  # known tokens, by their hash
-
-    @classmethod
-    def new(cls) -> "Noted":
-        """Return the arrays of a pool that has harvested nothing."""
-        num_often, num_recent = _kernels.NUM_OFTEN, _kernels.NUM_RECENT
-        return cls(
-            np.full(num_often, NONE, np.int32),
-            np.zeros(num_often),
-            np.full(num_recent, NONE, np.int32),
-        )
-
-
 class Scratch:
     """Memory that kernels write to during a call, as large as any call needed so far.
 

@@ -37,7 +37,6 @@ from ngram_pool._kernels import (
 from ngram_pool.arrays import (
     NUM_UNIGRAMS,
     Header,
-    Noted,
     Scratch,
     TextArrays,
     Unigrams,
@@ -66,7 +65,6 @@ _SEED_BITS = 60
 # to the same model, a rate of 0 accepted 0.4 % fewer tokens, 0.01 2 % fewer, and 0.03 9 % fewer.
 _LEARNING_RATE = 0.003
 _NONE_DRAWN = np.empty(0, np.float64)  # the uniforms of a tree of the likeliest nodes
-_NO_CODES = np.empty((0, _kernels.CODE_SIZE), np.int8)
 # Attributes that are made anew in a copy of a pool.
 _NOT_COPIED = {"_lock", "_scratch", "_sequences", "_no_sequence", "_known"}
 
@@ -74,18 +72,13 @@ _NOT_COPIED = {"_lock", "_scratch", "_sequences", "_no_sequence", "_known"}
 class OpenSequence:
     """A sequence, open as long as it is referenced; its `state` is the kernels' `sequence`."""
 
-    def __init__(
-        self,
-        layers: "Sequence[NGramPool]" = (),
-        state: Int64Array | None = None,
-        codes: NDArray[np.int8] = _NO_CODES,
-    ) -> None:
+    def __init__(self, layers: "Sequence[NGramPool]" = (), state: Int64Array | None = None) -> None:
         self.layers = layers  # kept alive: the kernels read them
         self.state = begin_state() if state is None else state
         texts = [layer._header().row for layer in layers if len(layer)]
         tables = [layer._harvested.held.header.row for layer in layers if layer.num_contexts]
         self.num_texts = len(texts)
-        self._header = Header(self.state, _stacked(texts), _stacked(tables), codes)
+        self._header = Header(self.state, _stacked(texts), _stacked(tables))
         self.row = self._header.row
 
 
@@ -108,7 +101,7 @@ class NGramPool:
     Args:
         capacity_tokens: maximum number of tokens held; each takes up to 20 + 8 N bytes, 60 with the
             default N, and half as much again while the arrays grow. The largest draft takes another
-            5.4 kB per node, for at least 64 nodes, and the target's unigrams 53 kB.
+            7.2 kB per node, for at least 64 nodes, and the target's unigrams 53 kB.
         max_ngram_size: N; contexts of 1 to N tokens are indexed and matched.
         seed: from 0 to 2**60 - 1, for the hashes; None for a secret one, so that nobody can make
             texts that slow the pool down. Only pools of the same seed give exactly the same drafts
@@ -155,7 +148,7 @@ class NGramPool:
         num_contexts = max(1, int(capacity_tokens * _CONTEXTS_PER_TOKEN))
         self._harvested = SuccessorTable(num_contexts)
         self._unigrams = Unigrams(np.full(NUM_UNIGRAMS, NONE, np.int32), np.zeros(NUM_UNIGRAMS))
-        self._noted = Noted.new()
+        self._often = np.full(_kernels.NUM_OFTEN, NONE, np.int32), np.zeros(_kernels.NUM_OFTEN)
         self._weights = first_weights()
         self._learning_rate = _LEARNING_RATE
         self._counts = _first_counts(seed)
@@ -283,9 +276,7 @@ class NGramPool:
 
     # --- writing ----------------------------------------------------------------------------
 
-    def open_sequence(
-        self, layers: Sequence["NGramPool"] = (), codes: NDArray[np.int8] | None = None
-    ) -> int:
+    def open_sequence(self, layers: Sequence["NGramPool"] = ()) -> int:
         """Open one more sequence and return its unique number, for `observe`; O(1).
 
         Sequence 0 is always open. No n-gram runs across two sequences, even if their tokens are
@@ -296,13 +287,10 @@ class NGramPool:
                 and from their harvest for contexts that this pool has not harvested. Each of the
                 first four layers with text learns its own weights; further ones share those of the
                 fourth.
-            codes: int8 [num_tokens, CODE_SIZE], a code of each token, of length 127. Tokens with
-                codes of a cosine of at least 0.4 lend each other their harvested successors. None
-                for no codes.
 
         Raises:
             TypeError: a layer is no `NGramPool`.
-            ValueError: a layer is not read-only, or the codes have another dtype or shape.
+            ValueError: a layer is not read-only.
 
         >>> pool = NGramPool()
         >>> sequence = pool.open_sequence()
@@ -321,11 +309,7 @@ class NGramPool:
                     "expected read-only layers, from NGramPool.load(..., read_only=True) or "
                     f"as_read_only(), got {layer!r}"
                 )
-        codes = _NO_CODES if codes is None else codes
-        if codes.dtype != np.int8 or codes.ndim != 2 or codes.shape[1] != _kernels.CODE_SIZE:
-            expected = f"codes int8 [num_tokens, {_kernels.CODE_SIZE}]"
-            raise ValueError(f"expected {expected}, got {codes.dtype} {list(codes.shape)}")
-        opened = OpenSequence(layers, codes=np.ascontiguousarray(codes))
+        opened = OpenSequence(layers)
         with self._lock:
             self._check_learns("open_sequence")
             number = self._num_opened
@@ -398,8 +382,7 @@ class NGramPool:
         with self._lock:
             self._check_learns("harvest")
             self._harvested.put(contexts, token_ids, probs)
-            pairs = np.asarray(contexts, np.int64)
-            self._count(pairs[pairs[:, 0] == NONE, 1], token_ids, probs)
+            self._count_unigrams(token_ids, probs)
 
     def harvest_tree(
         self,
@@ -426,7 +409,7 @@ class NGramPool:
         with self._lock:
             self._check_learns("harvest_tree")
             self._harvested.put_tree(previous, nodes, parents, token_ids, probs)
-            self._count(nodes, token_ids, probs)
+            self._count_unigrams(token_ids, probs)
 
     def unigrams(self) -> dict[int, float]:
         """Return how often each token was to be expected in all harvests; at most 4,096 tokens.
@@ -724,7 +707,7 @@ class NGramPool:
             pool._unigrams = Unigrams(arrays["unigrams.token_ids"], arrays["unigrams.counts"])
             pool._weights = arrays["weights"]
         pool._make_unshared()
-        pool._note()
+        pool._count_unigrams(np.empty((0, 1)), np.empty((0, 1)))  # ranks them
         pool.tokenizer, pool.model = stored.tokenizer or tokenizer, model or stored.model
         pool.note = stored.note
         pool._is_read_only = bool(read_only)
@@ -791,17 +774,10 @@ class NGramPool:
                 lowered = np.maximum(state - shift, [NONE, 0, 0])
                 state[state != NEVER] = lowered[state != NEVER]
 
-    def _count(self, nodes: ArrayLike, token_ids: ArrayLike, probs: ArrayLike) -> None:
-        """Note tokens that were harvested, and add probabilities to the expected counts."""
-        arrays = (nodes, np.int64), (token_ids, np.int32), (probs, np.float32)
-        writable = (np.require(array, kind, ("C", "W")) for array, kind in arrays)
-        _kernels.count_tokens(self._header().row, *writable)
-
-    def _note(self) -> None:
-        """Note all tokens that are held."""
-        contexts, nothing = self._harvested.contexts(), np.empty((0, 0))
-        singles, text = contexts[contexts[:, 0] == NONE, 1], self._held.text[:, TOKEN]
-        self._count(np.concatenate([singles, text]), nothing, nothing)
+    def _count_unigrams(self, token_ids: ArrayLike, probs: ArrayLike) -> None:
+        """Add harvested probabilities to the expected counts of tokens."""
+        ids, floats = np.ascontiguousarray(token_ids, np.int32), np.ascontiguousarray(probs, "f4")
+        _kernels.count_unigrams(self._header().row, ids, floats)
 
     def _grow(
         self,
@@ -849,7 +825,7 @@ class NGramPool:
 
     def _header(self) -> Header:
         """Return the kernels' header of the pool, with the current arrays."""
-        now = self._held, self._harvested.held, self._weights, self._unigrams, self._noted
+        now = self._held, self._harvested.held, self._weights, self._unigrams, self._often
         if self._known is None or not all(map(operator.is_, now, self._known[0])):
             self._known = now, self._header_with(self._held)
         return self._known[1]
@@ -857,7 +833,7 @@ class NGramPool:
     def _header_with(self, held: TextArrays) -> Header:
         """Return the kernels' header of the pool with another text."""
         harvested = self._harvested.held.header
-        arrays = *held, self._counts, self._weights, *self._unigrams, harvested.row, *self._noted
+        arrays = *held, self._counts, self._weights, *self._unigrams, harvested.row, *self._often
         return Header(*arrays)
 
     # --- compiling --------------------------------------------------------------------------
@@ -869,7 +845,7 @@ class NGramPool:
         for kernel in (_kernels.reindex, _kernels.rebase):
             kernel(self._header().row)
         self.draft(nothing, 1, 1)
-        self._note()
+        self._count_unigrams(np.empty((0, 1)), np.empty((0, 1)))
         self.texts()
         table = SuccessorTable(1)
         table.put(np.zeros((1, 2), np.int64), np.zeros((1, 1), np.int32), np.ones((1, 1)))

@@ -1,12 +1,11 @@
 """The pool and rejection sampling again: slow, plain Python, obvious.
 
 Shares with the package its constants, the first weights, and the hash (so as to know which n-grams
-share a bucket: so many entries of one are read, whatever they are). Sums go in the same order, so
+share a bucket, and the order of the most used tokens). Sums go in the same order, so
 that probabilities can be compared exactly.
 """
 
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -50,23 +49,15 @@ class OraclePool:
         self.layers: dict[int | None, list[OraclePool]] = {}
         self.harvested = OracleTable(max(1, capacity // 16))
         self.unigrams: dict[int, float] = {}  # expected counts, in the order of their first harvest
-        self.recent: set[int] = set()  # tokens whose successors were harvested
-        self.codes: dict[int | None, list[list[int]]] = {}
         self.weights: list[list[float]] = first_weights().tolist()
         self.num_rows = min(pools._FIRST_NUM_ROWS, capacity)  # there are as many buckets
         self.cached_spots: list[Spot] | None = None
 
-    def open_sequence(
-        self,
-        handle: int,
-        layers: Sequence["OraclePool"] = (),
-        codes: Sequence[Sequence[int]] = (),
-    ) -> None:
+    def open_sequence(self, handle: int, layers: Sequence["OraclePool"] = ()) -> None:
         self.open[handle] = self.num_sequences
         self.num_sequences += 1
         self.starts[handle] = [math.inf] * 2
         self.layers[handle] = list(layers)
-        self.codes[handle] = [list(code) for code in codes]
 
     def sources(self, handle: int | None) -> list["OraclePool"]:
         """This pool and the layers with text."""
@@ -80,7 +71,6 @@ class OraclePool:
     def observe(self, token_ids: Sequence[int], handle: int = 0, is_answer: bool = False) -> None:
         while self.num_rows < min(len(self.arrivals) + len(token_ids), self.capacity):
             self.num_rows = min(2 * self.num_rows, self.capacity)
-        self.recent |= {*token_ids}
         for token_id in token_ids:
             starts = self.starts[handle]
             starts[0] = min(starts[0], len(self.arrivals))
@@ -97,7 +87,6 @@ class OraclePool:
         probs: Sequence[Sequence[float]],
     ) -> None:
         self.harvested.put(contexts, token_ids, probs)
-        self.recent |= {last for previous, last in contexts if previous == -1}
         for ids, likely in zip(token_ids, probs, strict=True):
             for token_id, prob in zip(ids, likely, strict=True):
                 if token_id != -1:
@@ -224,15 +213,6 @@ class OraclePool:
         share = 0.6 if num_successors > 1 else 1.5 / (1 + length)
         return share * math.sqrt(num_successors / num_occurrences)
 
-    def chain(self, tokens: Sequence[int]) -> list[Spot]:
-        """What is in the bucket of an n-gram, newest first."""
-        order, bucket = len(tokens), self.bucket(tokens)
-        return [
-            spot
-            for spot in self.spots()
-            if len(spot.indexed) >= order and self.bucket(spot.indexed[-order:]) == bucket
-        ]
-
     def bucket(self, tokens: Sequence[int]) -> int:
         state = self.hash_state
         for token_id in reversed(tokens):
@@ -283,57 +263,16 @@ class OraclePool:
                 known = 1 if first == 0 else 2
             for token_id, value in pools[first].likely(before, last):
                 add(token_id, source, value)
+        for other, value in self.likely(*context[-3:-1]) if len(context) > 2 else ():
+            if other != last:
+                add(other, _kernels.INSTEAD, value)
+                for token_id, evidence in self.likely(-1, other):
+                    add(token_id, _kernels.AFTER_INSTEAD, evidence)
+        for token_id, value in self.often():
+            add(token_id, _kernels.UNIGRAM, value)
         match_row = self.match_row(deciding, len(in_text))
         rows = [match_row, newest_row, _kernels.KNOWN_ROW + known]
         return self.blend(features, rows), features, rows
-
-    def widened(
-        self, context: Sequence[int], path_prob: float, handle: int | None
-    ) -> dict[int, float]:
-        """Probabilities of all candidates, the further ones included."""
-        probs, _, rows = self.estimate(context, path_prob, handle)
-        if not self.often():
-            return probs
-        context = context[-self.max_match :]
-        most = _kernels.MAX_FOUND + _kernels.MAX_OCCURRENCES * (len(self.sources(handle)) - 1)
-        evidence = {token_id: [0.0] * _kernels.NUM_FURTHER for token_id in probs}
-
-        def add(token_id: int, source: int, value: float) -> None:
-            if token_id in evidence or len(evidence) < most:
-                says = evidence.setdefault(token_id, [0.0] * _kernels.NUM_FURTHER)
-                says[source] = max(says[source], value)
-
-        for i, source in ((1, _kernels.EARLIER_1), (2, _kernels.EARLIER_2)):
-            if len(context) > i + 1:
-                for token_id, value in self.likely(context[-2 - i], context[-1 - i]):
-                    if token_id != context[-i]:
-                        add(token_id, source, value)
-        for other, share in self.similar(context[-1], handle):
-            for token_id, value in self.likely(-1, other):
-                add(token_id, _kernels.SIMILAR, share * value)
-            for spot in self.chain([other])[: _kernels.MAX_OCCURRENCES]:
-                if spot.before[-1] == other and spot.after:
-                    add(spot.after[0], _kernels.SIMILAR, _kernels.FOLLOWED * share)
-        for token_id, value in self.often():
-            add(token_id, _kernels.UNIGRAM, value)
-        is_known = rows[2] > _kernels.KNOWN_ROW
-        weights = _kernels.RESCORING[0 if not probs else 2 if is_known else 1].tolist()
-        none = 1.0
-        for prob in probs.values():
-            none -= prob
-        none = max(none, _kernels.LEAST_PROB)
-        scores = {}
-        for token_id, says in evidence.items():
-            if token_id in probs:
-                odds = max(probs[token_id], _kernels.LEAST_PROB) / none
-                score = weights[0] * math.log(odds) + weights[1] + weights[2] * none
-                of_evidence = weights[4:8]
-            else:
-                score, of_evidence = weights[3], weights[8:]
-            for weight, value in zip(of_evidence, says, strict=True):
-                score += weight * value
-            scores[token_id] = score
-        return softmax(scores)
 
     def likely(self, previous: int, last: int) -> list[tuple[int, float]]:
         """What this pool harvested for a context, with evidence."""
@@ -341,21 +280,9 @@ class OraclePool:
         evidence = [(t, -cost / _kernels.COST_STEPS - _kernels.LEAST_LOG_PROB) for t, cost in known]
         return [(token_id, value) for token_id, value in evidence if value > 0]
 
-    def similar(self, last: int, handle: int | None) -> list[tuple[int, float]]:
-        """The harvested tokens most like the last one, and how much."""
-        codes = self.codes.get(handle, [])
-        known = [t for t in self.recent if max(t, last) < len(codes) and t != last]
-        products = {t: sum(map(operator.mul, codes[t], codes[last])) for t in known}
-        found = sorted(
-            (t for t in known if products[t] >= _kernels.LEAST_PRODUCT),
-            key=lambda t: (-products[t], slot(t, _kernels.NUM_RECENT)),
-        )
-        best = found[: _kernels.NUM_SIMILAR]
-        return [(t, products[t] / _kernels.UNIT_PRODUCT) for t in best]
-
     def often(self) -> list[tuple[int, float]]:
         """The tokens that were likely most often, with evidence."""
-        in_order = sorted(self.unigrams, key=lambda token_id: slot(token_id, 512))
+        in_order = sorted(self.unigrams, key=slot)
         counts = [self.unigrams[token_id] for token_id in in_order]
         total = plain_sum([_kernels._UNSEEN_UNIGRAMS, *counts])
         found = sorted(zip(in_order, counts, strict=True), key=lambda each: -each[1])
@@ -381,11 +308,14 @@ class OraclePool:
             score = summed[_kernels.BIAS]
             for weight, value in zip(summed, says, strict=False):
                 score += weight * value
-            for j in range(_kernels.NUM_SOURCES):
+            for j in range(_kernels.NUM_TABLE_SOURCES):
                 if says[j] == 0.0:
                     score += summed[_kernels.SILENCE + j]
             scores[token_id] = score
-        return softmax(scores)
+        highest = max([0.0, *scores.values()])
+        powers = {token_id: math.exp(score - highest) for token_id, score in scores.items()}
+        total = plain_sum([math.exp(-highest), *powers.values()])
+        return {token_id: power / total for token_id, power in powers.items()}
 
     def learn(self, token_id: int, handle: int) -> None:
         """Take one step against the gradient of the log-loss, each kind of weight at its rate."""
@@ -400,7 +330,7 @@ class OraclePool:
                 weights[_kernels.BIAS] += error
                 for j in range(_kernels.NUM_FEATURES):
                     weights[j] += _kernels._OF_FEATURES * error * says[j]
-                for j in range(_kernels.NUM_SOURCES):
+                for j in range(_kernels.NUM_TABLE_SOURCES):
                     weights[_kernels.SILENCE + j] += error if says[j] == 0.0 else 0.0
 
     # --- trees ------------------------------------------------------------------------------
@@ -420,7 +350,7 @@ class OraclePool:
         node, depth, path_prob = -1, 0, 1.0
         leaves: set[int] = set()
         while True:
-            successors = self.widened(paths[node], path_prob, handle)
+            successors, _, _ = self.estimate(paths[node], path_prob, handle)
             likeliest = max(successors, key=lambda token_id: successors[token_id], default=None)
             for token_id, prob in successors.items():
                 if token_id == likeliest or path_prob * prob >= _kernels.MIN_PROB:
@@ -468,7 +398,7 @@ class OraclePool:
         node, path_prob = -1, 1.0
         leaves: set[int] = set()
         while True:
-            successors = self.widened(paths[node], path_prob, handle)
+            successors, _, _ = self.estimate(paths[node], path_prob, handle)
             left[node] = {token_id: path_prob * prob for token_id, prob in successors.items()}
             open_slot(node, 0.0)
             waiting.sort()
@@ -493,9 +423,9 @@ class OraclePool:
             open_slot(parent, _kernels.MIN_PROB)
 
 
-def slot(token_id: int, num_slots: int) -> int:
-    """Return where a token's hash puts it."""
-    return int(_kernels.hash_with(0, token_id, _kernels.HASH_MULTIPLIER)) % num_slots
+def slot(token_id: int) -> int:
+    """Return the bucket of a token's unigram."""
+    return int(_kernels.hash_with(0, token_id, _kernels.HASH_MULTIPLIER)) % (4096 // _kernels.WAYS)
 
 
 def match(tokens: Sequence[int], context: Sequence[int]) -> int:
@@ -504,14 +434,6 @@ def match(tokens: Sequence[int], context: Sequence[int]) -> int:
     while length < min(len(tokens), len(context)) and tokens[-1 - length] == context[-1 - length]:
         length += 1
     return length
-
-
-def softmax(scores: dict[int, float]) -> dict[int, float]:
-    """Return the probabilities of scores, beside "none of them" with a score of 0."""
-    highest = max([0.0, *scores.values()])
-    powers = {token_id: math.exp(score - highest) for token_id, score in scores.items()}
-    total = plain_sum([math.exp(-highest), *powers.values()])
-    return {token_id: power / total for token_id, power in powers.items()}
 
 
 def plain_sum(values: Iterable[float]) -> float:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lade.drafting.successors import Successors
 from ngram_pool import Draft
@@ -100,7 +99,6 @@ class DraftingCall:
         samples: Whether tokens are sampled; else decoding is greedy.
         rngs: Random generators, one for each row, if drafts are drawn (sampling with
             `Config(acceptance="rejection")`); else None.
-        token_codes: Returns codes of all tokens for pools (`similarity.py`), or None.
         make_pool_drafter: Returns a drafter by the call's pools and table, which is the drafter of
             a call without `drafter=`.
         record: Passes more arguments to forwards of the target, which then return hidden states.
@@ -117,7 +115,6 @@ class DraftingCall:
     processors: Sequence[Any] = ()
     samples: bool = False
     rngs: Sequence[np.random.Generator] | None = None
-    token_codes: Callable[[], NDArray[np.int8] | None] = lambda: None
     make_pool_drafter: Callable[[], Drafter] = Drafter
     record: Callable[[Mapping[str, Any]], Callable[[int], Any]] = lambda _: lambda _: None
 

@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from lade.budget.budget import Calibration
 from lade.budget.seconds import Seconds
@@ -40,7 +39,6 @@ class PoolDrafter(Drafter):
         pool: learns from all sequences.
         max_candidates: G, the maximum number of paths in a draft; None for no limit.
         layers: read-only pools, such as tables of `lade.prewarm`, from which drafts come as well.
-        codes: codes of all tokens, as `NGramPool.open_sequence` takes them.
     """
 
     name = "pool"
@@ -51,12 +49,11 @@ class PoolDrafter(Drafter):
         pool: NGramPool,
         max_candidates: int | None = None,
         layers: Sequence[NGramPool] = (),
-        codes: NDArray[np.int8] | None = None,
     ) -> None:
         self.pool = pool
         self._max_candidates = max_candidates
         self._max_match = pool.max_match  # of a context's last tokens
-        self._layers, self._codes = tuple(layers), codes
+        self._layers = tuple(layers)
         self._open_prompts: dict[int, tuple[int, ...]] = {}
 
     def open(self, prompt_ids: Sequence[int]) -> int:
@@ -68,7 +65,7 @@ class PoolDrafter(Drafter):
         prompt = tuple(prompt_ids)
         is_answered = prompt in self._open_prompts.values()
         new = prompt[-self.pool.max_ngram_size :] if is_answered else prompt
-        sequence = self.pool.open_sequence(self._layers, self._codes)
+        sequence = self.pool.open_sequence(self._layers)
         try:
             self.pool.observe(new, sequence)
         except BaseException:  # also an interrupt: no other code knows the sequence
@@ -235,7 +232,7 @@ class Source:
             self.costs = _COSTS.setdefault(given, self.costs)
         if isinstance(given, NGramPool):
             pools = (NGramPool(), (given,)) if given.is_read_only else (given, ())
-            made: Any = PoolDrafter(pools[0], call.max_candidates, pools[1], call.token_codes())
+            made: Any = PoolDrafter(pools[0], call.max_candidates, layers=pools[1])
         else:
             made = given.for_call(call)
         if not isinstance(made, Drafter):

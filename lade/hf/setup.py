@@ -2,9 +2,7 @@
 
 from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lade.batch import Batch
@@ -12,7 +10,6 @@ from lade.budget.budget import Budget
 from lade.drafters.merged import CallPool, Merged, sources_of
 from lade.drafters.prediction import Prediction
 from lade.drafting.drafter import Drafter, DraftingCall, ForcedTokens
-from lade.drafting.similarity import token_codes
 from lade.drafting.sources import PoolDrafter, Source
 from lade.drafting.speculator import Speculator
 from lade.hf.call import Call
@@ -55,7 +52,6 @@ def set_up(
         processors=call.processors,
         samples=samples,
         rngs=rngs,
-        token_codes=partial(_token_codes, call),
         make_pool_drafter=partial(_pool_drafter, call, pools, max_candidates),
         record=target.record,
     )
@@ -78,10 +74,6 @@ def set_up(
     return Speculator(batch, sources, drafting, budget, target, grammar), choice
 
 
-def _token_codes(call: Call) -> NDArray[np.int8] | None:
-    return call.profile.once("token_codes", lambda: token_codes(call.model))
-
-
 def _pool_drafter(call: Call, pools: CallPools, max_candidates: int | None) -> Drafter:
     """Return a drafter that uses the pools of the call and the table of its model."""
     learning, layers = pools
@@ -89,7 +81,7 @@ def _pool_drafter(call: Call, pools: CallPools, max_candidates: int | None) -> D
     layers = layers if table is None else (*layers, table)
     with without_collection():  # the first pool loads or compiles its kernels
         pool = NGramPool() if learning is None else learning
-        return PoolDrafter(pool, max_candidates, layers, _token_codes(call))
+        return PoolDrafter(pool, max_candidates, layers)
 
 
 def _sources(call: Call, drafting: DraftingCall) -> list[Source]:

@@ -211,12 +211,8 @@ def test_threads_may_share_a_pool() -> None:
             pool.observe(new, sequence, is_answer=start % 20 == 0)
             pool.harvest(list(pairwise(new)), [[seed * 1000]] * 4, [[0.1]] * 4)
             draft = pool.draft(texts[seed][max(0, start - 5) : start + 1], 8, sequence=sequence)
-            assert {t for t in draft.token_ids.tolist() if t // 1000 != seed} <= {
-                0,
-                1000,
-                2000,
-                3000,
-            }
+            # Of other threads, only what they harvested is common.
+            assert {t // 1000 for t in draft.token_ids.tolist() if t % 1000} <= {seed}
 
     assert in_threads(*(partial(work, seed) for seed in texts)) == []
     check_pool(pool)
@@ -310,7 +306,7 @@ def test_every_pool_has_a_secret_seed_of_its_own_unless_it_is_given_one(
 @pytest.mark.parametrize("capacity", [1, 1000, 5000, 100_000])
 def test_memory_stays_within_what_is_promised(capacity: int) -> None:
     pool = NGramPool(capacity)
-    scratch = 64 * 5500 + 12 * 4096 + 30_000
+    scratch = 64 * 7300 + 12 * 4096 + 30_000
     for _ in range(3):
         pool.observe(np.arange(capacity) % 50_000)
         last = np.arange(capacity // 2)

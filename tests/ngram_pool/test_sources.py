@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from ngram_pool import NGramPool, ReadOnlyPoolError
-from ngram_pool._kernels import CODE_SIZE
 from tests.ngram_pool.table_oracle import OracleTable
 from tests.ngram_pool.test_harvest import contents, expected_contents
 from tests.ngram_pool.test_pool import as_tuple, noisy_text
@@ -107,28 +106,12 @@ def test_counts_of_rare_tokens_give_way_and_nothing_grows() -> None:
     assert {*pool.unigrams()} >= {*range(8), 123_456} - {5}
 
 
-# --- tokens that are alike ------------------------------------------------------------------
-
-
-def test_a_token_borrows_the_successors_of_the_most_similar_ones() -> None:
-    rng = np.random.default_rng(0)
-    codes = rng.choice([-11, 11], (50, CODE_SIZE)).astype(np.int8)
-    codes[7] = codes[8] = codes[9] = codes[3]
-    codes[8, :20] *= -1  # a cosine of 0.69; and of 0.31
-    codes[9, :44] *= -1
+def test_what_might_have_come_and_what_follows_it_are_drafted() -> None:
     pool = NGramPool()
-    pool.harvest([[-1, 3]], [[5]], [[0.1]])
-    pool.harvest([[-1, 40]], [[6]], [[0.9]])
-    alike, apart = pool.open_sequence(codes=codes), pool.open_sequence()
-    assert likeliest(pool, [7], alike) == likeliest(pool, [8], alike) == [5]
-    for context, sequence in (([9], alike), ([7], apart), ([99], alike)):
-        assert likeliest(pool, context, sequence) == [6]  # the most used one
-
-
-@pytest.mark.parametrize("codes", [np.zeros((5, 128)), np.zeros((5, 8), np.int8)])
-def test_codes_of_another_kind_are_refused(codes: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected codes int8 \[num_tokens, 128\], got"):
-        NGramPool().open_sequence(codes=codes)
+    pool.harvest([[1, 2], [-1, 4]], [[3, 4], [5, 6]], [[0.5, 0.4], [0.9, 0.05]])
+    found = pool.draft([1, 2, 7], 5)
+    assert {*found.token_ids[found.parents == -1].tolist()} == {3, 4, 5, 6}
+    assert likeliest(pool, [1, 2, 4]) == [5]  # 4 came, and what follows it is known
 
 
 # --- layers ---

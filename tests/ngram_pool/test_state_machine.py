@@ -22,7 +22,6 @@ from hypothesis.stateful import (
 
 import ngram_pool.pool
 from ngram_pool import NGramPool
-from ngram_pool._kernels import CODE_SIZE
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_pool import as_tuple
 from tests.oracle import OraclePool
@@ -35,10 +34,6 @@ successors = st.lists(
     st.tuples(st.integers(0, 5), st.floats(0, 1, width=32)), max_size=3, unique_by=lambda x: x[0]
 )
 entries = st.lists(st.tuples(st.integers(-1, 4), st.integers(0, 4), successors), max_size=12)
-
-# Cosines are from 0.2 to 0.7; the last token has no code.
-SHARED, *APART = np.random.default_rng(3).normal(size=(6, CODE_SIZE))
-CODES = np.array([9 * SHARED + 10 * each for each in APART]).clip(-127, 127).astype(np.int8)
 
 
 @pytest.fixture(autouse=True)
@@ -98,8 +93,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(target=sequences, layers=st.lists(layers, max_size=6))
     def open_sequence(self, layers: Any) -> int:
-        sequence = self.pool.open_sequence([pool for pool, _ in layers], CODES)
-        self.oracle.open_sequence(sequence, [oracle for _, oracle in layers], CODES.tolist())
+        sequence = self.pool.open_sequence([pool for pool, _ in layers])
+        self.oracle.open_sequence(sequence, [oracle for _, oracle in layers])
         return sequence
 
     @rule(sequence=consumes(sequences))
@@ -222,8 +217,8 @@ class LivingPoolMachine(PoolMachine):
         for handle in [*self.oracle.open]:
             if handle:
                 loaded._num_opened = handle
-                loaded.open_sequence(self.pool._sequences[handle].layers, CODES)
-                oracle.open_sequence(handle, self.oracle.layers[handle], CODES.tolist())
+                loaded.open_sequence(self.pool._sequences[handle].layers)
+                oracle.open_sequence(handle, self.oracle.layers[handle])
         loaded._num_opened = self.pool._num_opened
         self.pool, self.oracle = loaded, oracle
 
