@@ -166,7 +166,8 @@ NUM_TABLE_SOURCES = INSTEAD  # the first sources, for which no evidence counts a
 LENGTH, COUNT, IS_NEWEST, IN_ANSWER, IN_PROMPT = range(6, 11)
 NUM_FEATURES = IN_PROMPT + 1
 SILENCE = NUM_FEATURES  # first of the weights for sources without evidence
-BIAS = SILENCE + NUM_TABLE_SOURCES
+FURTHER = SILENCE + NUM_TABLE_SOURCES  # weight of a candidate for which they all are silent
+BIAS = FURTHER + 1
 NUM_WEIGHTS = BIAS + 1
 # Rows of weights. The weights of a context are the sum of three rows: by the match in the text; by
 # the origin of its newest occurrence; by which table knows the last pair: none, the pool's, or a
@@ -741,6 +742,7 @@ def estimate(
             if is_known:
                 row_of_known += 0 if is_single else min(i, 1) + 1
                 break
+    num_known = num_found
     if context.shape[0] > 2:
         num_found = add_instead(harvested_of(pool), context, found, features, num_found)
     often_ids, evidence = often_of(pool)
@@ -751,13 +753,14 @@ def estimate(
     found[4, 0] = row
     found[4, 1] = row_of_origin
     found[4, 2] = row_of_known
+    found[4, 3] = num_known
     for j in range(NUM_WEIGHTS):
         summed[j] = 0.0
         for i in range(3):
             summed[j] += weights[found[4, i], j]
     highest = 0.0
     for i in range(num_found):
-        score = summed[BIAS]
+        score = summed[BIAS] + (summed[FURTHER] if i >= num_known else 0.0)
         for j in range(NUM_FEATURES):
             score += summed[j] * features[i, j]
         for j in range(NUM_TABLE_SOURCES):
@@ -804,6 +807,8 @@ def learn(
         for k in range(3):
             row = found[4, k]
             weights[row, BIAS] += error
+            if i >= found[4, 3]:
+                weights[row, FURTHER] += error
             for j in range(NUM_TABLE_SOURCES):
                 if features[i, j] == 0.0:
                     weights[row, SILENCE + j] += error

@@ -305,7 +305,7 @@ class OraclePool:
         ]
         scores = {}
         for token_id, says in features.items():
-            score = summed[_kernels.BIAS]
+            score = summed[_kernels.BIAS] + (summed[_kernels.FURTHER] if is_further(says) else 0.0)
             for weight, value in zip(summed, says, strict=False):
                 score += weight * value
             for j in range(_kernels.NUM_TABLE_SOURCES):
@@ -328,6 +328,7 @@ class OraclePool:
             error = pools._LEARNING_RATE * (came - probs[candidate])
             for weights in [self.weights[row] for row in rows]:
                 weights[_kernels.BIAS] += error
+                weights[_kernels.FURTHER] += error if is_further(says) else 0.0
                 for j in range(_kernels.NUM_FEATURES):
                     weights[j] += _kernels._OF_FEATURES * error * says[j]
                 for j in range(_kernels.NUM_TABLE_SOURCES):
@@ -421,6 +422,11 @@ class OraclePool:
             if len(nodes) == max_draft_tokens:
                 return nodes
             open_slot(parent, _kernels.MIN_PROB)
+
+
+def is_further(says: Sequence[float]) -> bool:
+    """Return whether neither text nor harvested contexts name a candidate."""
+    return not any(says[: _kernels.NUM_TABLE_SOURCES])
 
 
 def slot(token_id: int) -> int:
