@@ -1,10 +1,10 @@
 """Initial weights of a pool's sources, before it learns from answers.
 
-`python -m benchmarks fit` fitted them to 57 greedy answers of SmolLM2-135M-Instruct in float32, to
-prompts of one half of Spec-Bench's, without answers that end in a loop. Every published figure is
-of the other half. It fits by the pool's learning (`_kernels.learn`), in seven passes at decreasing
-rates, with and without a prewarmed table. The run is in docs/results/weights.json.
-Layers begin with the weights of earlier text.
+`python -m benchmarks fit` fits them to greedy answers of SmolLM2-135M-Instruct, from its 4-bit
+file, to prompts of one half of Spec-Bench's, without answers that end in a loop. Every published
+figure is of other prompts. It fits by the pool's learning (`_kernels.learn`), in seven passes at
+decreasing rates. The run is in docs/results/weights.json; it had no prewarmed table, so layers that
+know a pair begin with the weights of a pool that does, and layers' text with those of earlier text.
 """
 
 import numpy as np
