@@ -11,12 +11,10 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
-from lade.compat import CACHE, Model, attention_of, device_of_inputs, dtype_of
+from lade.compat import CACHE, Model, attention_of, device_of_inputs
 from lade.compat.attempts import Attempt
 from lade.compat.closeness import distance, limit_of
 from lade.compat.view import apart
-from lade.config import Execution
 from lade.drafting.drafts import draft_of, narrowed
 from lade.errors import UnsupportedModelError
 from lade.machine.generators import are_random_states, put_back, random_states
@@ -27,6 +25,7 @@ from lade.probing.state import check_tokens
 from lade.probing.user_code import is_patched, is_users
 from lade.targets.base import Target
 from lade.targets.layout import takes_parts
+from lade.targets.parts import TREE_SDPA
 from lade.targets.trees import MASK_IS_ADDED
 from lade.tree import Tree, starts
 from ngram_pool import Draft
@@ -59,7 +58,7 @@ def check(model: Model, profile: Profile, key: CheckKey) -> CheckResult:
         return CheckResult("its tokens see later tokens unless a mask hides them")
     attentions: list[str | None] = [None]
     if verification == "tree":
-        attentions = _attentions_for(model, key.execution, key.is_padded)
+        attentions = _attentions_for(model)
     limit = _DRAFTING_LIMIT if key.is_drafting else limit_of(model)
     try:
         for attention in attentions:
@@ -85,27 +84,18 @@ def reason_of_layers(model: Model, profile: Profile) -> str | None:
     return None  # the check will report the failure
 
 
-def _attentions_for(model: Model, execution: Execution, has_rows: bool = False) -> list[str | None]:
+def _attentions_for(model: Model) -> list[str | None]:
     """Return attention implementations to try for trees, best first; None is the model's own."""
     of_model = attention_of(model)
     takes_no_mask = of_model is not None and of_model not in MASK_IS_ADDED
     if takes_no_mask and is_users(ALL_ATTENTION_FUNCTIONS.get(of_model)):
         return [None, "sdpa", "eager"]  # only the user's attention may do what it does
     others: list[str | None] = ["sdpa", "eager"] if takes_no_mask else [None]
-    device = device_of_inputs(model)
-    is_fit = device.type == "cpu" or _can_pack(device, dtype_of(model))
-    if not is_fit or (of_model != "sdpa" and not takes_no_mask):
+    may_exchange = of_model == "sdpa" or takes_no_mask
+    # The others call a function that the user has replaced as standard decoding does.
+    if not may_exchange or is_patched("scaled_dot_product_attention"):
         return others
-    if is_patched("scaled_dot_product_attention"):
-        return others  # these call the replaced function, as standard decoding does
-    return [*[PACKED_ROWS] * (has_rows and execution == "eager"), PACKED_SDPA, *others]
-
-
-def _can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch has the kernel of packed attention for a device and dtype."""
-    if device.type != "cuda":
-        return False
-    return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= (8, 0)
+    return [TREE_SDPA, *others]
 
 
 def why_not_continued(model: Model, profile: Profile) -> str | None:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from lade.attention.packed import Calls, with_calls, with_held
 from lade.budget.seconds import Seconds
 from lade.compat import CACHE, Model, drops_tokens
 from lade.compat.attempts import Attempt
 from lade.machine.transfer import integers_on
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES
 from lade.targets.kv_cache import TreeCache
+from lade.targets.parts import Calls, with_calls, with_held
 
 
 @dataclass(eq=False)

@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers import GenerationConfig
 
-from lade.attention.masks import FULL, TreeSlots
-from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.compat import CACHE, Model, attention_of, dtype_of, prefill, prepares_as_usual
 from lade.compat.view import (
     FastViews,
@@ -29,19 +27,15 @@ from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, is_text_alone, num_slo
 from lade.targets.joint import Part
 from lade.targets.kv_cache import LayerKind, TreeCache, kind_of
 from lade.targets.layout import MAX_OVERHANG, TreeLayout, takes_parts
+from lade.targets.masks import tree_mask
+from lade.targets.parts import TREE_SDPA
 from lade.targets.recorded import Recorded
 from lade.targets.rollback import cache_in
 from lade.tree import Tree, TreeTensors
 
 # Attention implementations that honour a dense 4D mask, and whether the mask is additive. (Flex
 # attention would do so, too, but recompiles for every tree size.)
-MASK_IS_ADDED = {
-    "sdpa": False,
-    PACKED_SDPA: False,
-    PACKED_ROWS: False,
-    "eager": True,
-}
-
+MASK_IS_ADDED = {"sdpa": False, TREE_SDPA: False, "eager": True}
 
 # Attention implementations that limit keys to the window themselves, whatever the cache holds.
 _KNOW_WINDOWS = {*MASK_IS_ADDED, "flash_attention_2", "flash_attention_3", "flash_attention_4"}
@@ -100,12 +94,9 @@ class TreeTarget(Target):
             self.cache.take_over(past)
         self._model_kwargs = {**model_kwargs, CACHE: self.cache}
         mask = model_kwargs.get("attention_mask")
-        self._padding: Tensor | None = None
-        self._num_padding: Tensor | None = None  # in front; chunks begin after it
+        #: Which tokens of the prompt are no padding, bool [1, num_tokens]; None without a mask.
+        self.padding: Tensor | None = None if mask is None else mask.bool().to(self.device)
         self._is_padded = mask is not None and not bool(mask.all())
-        if mask is not None:
-            self._padding = mask.bool().to(self.device)
-            self._num_padding = (self._padding.cumsum(dim=-1) == 0).sum(dim=-1)
         self._fast_views = fast_views
         #: Whether its forwards may run together with other calls.
         self.may_join = takes_parts(model, layout, attention) and not self._is_padded
@@ -113,8 +104,6 @@ class TreeTarget(Target):
         # A user's attention is assumed to take masks as torch's does; the check compares them.
         is_added = MASK_IS_ADDED.get(attention or attention_of(model) or "eager", False)
         self._additive_dtype = dtype_of(model) if is_added else None
-        # The common case, whose mask takes a tenth of the time to make.
-        self._sees_all = {*self._spans.values()} == {FULL} and not is_added
         limits = (span.num_slots for span in self._spans.values())
         self._least_span = min((each for each in limits if each is not None), default=math.inf)
 
@@ -176,7 +165,7 @@ class TreeTarget(Target):
     def begin(self, num_later: int = 0) -> None:
         """Commit the prompt, and tokens after it, and set up for steps after these."""
         self.cache.keep_all()
-        if self._padding is not None and self.cache.has_nan_in_windows:
+        if self.padding is not None and self.cache.has_nan_in_windows:
             # Even masked, a NaN spreads, and the memory holds more padding than a window shows.
             raise UnsupportedModelError("the keys and values of padding are no numbers (NaN)")
         self._num_prefilled = num_cached = self.cache.length - num_later
@@ -254,9 +243,9 @@ class TreeTarget(Target):
         token_ids = self._input_ids[:, nodes]
         if start or self._is_padded or not self._is_uniform:
             seen = torch.ones((1, num, num), dtype=torch.bool, device=self.device).tril()
-            if self._padding is not None:  # which sees itself, as numbers must come of it
+            if self.padding is not None:  # which sees itself, as numbers must come of it
                 own = torch.eye(num, dtype=torch.bool, device=self.device)
-                seen &= self._padding[:, None, nodes] | own
+                seen &= self.padding[:, None, nodes] | own
             steps = torch.arange(num, dtype=torch.int64, device=self.device)[None]
             mask = self._mask(TreeTensors(token_ids, steps, seen), start)
         inputs = {
@@ -272,7 +261,7 @@ class TreeTarget(Target):
     def prompt(self) -> Part | None:
         """Return the whole prompt as a part of a forward; None if it must run alone."""
         positions = self._prompt_positions()
-        if positions is None or self._padding is not None or self.cache.get_seq_length():
+        if positions is None or self.padding is not None or self.cache.get_seq_length():
             return None
         return self._prompt_part(positions, 0, self._input_ids.shape[1])
 
@@ -280,11 +269,6 @@ class TreeTarget(Target):
         """Copy the cache of another target that has run an equal prompt."""
         self.cache.take_over(other.cache)
         self.begin()
-
-    @property
-    def padding(self) -> Tensor | None:
-        """Which tokens of the prompt are no padding, bool [1, num_tokens]; None if all."""
-        return self._padding
 
     def next_position(self) -> Tensor:
         """Return the position of the next token, int64 [1, 1]."""
@@ -447,26 +431,13 @@ class TreeTarget(Target):
         self, tree: TreeTensors, cached: int, num_slots: int = 0
     ) -> Tensor | dict[str, Tensor] | None:
         width = tree.token_ids.shape[1]
-        if not num_slots and width == 1 and self._padding is None and cached < self._least_span:
+        if not num_slots and width == 1 and self.padding is None and cached < self._least_span:
             return None  # as in `generate` for one token
-        num_slots = num_slots or cached + width
-        if self._padding is None and self._sees_all:
-            shape = (1, 1, width, num_slots)
-            mask = torch.ones(shape, dtype=torch.bool, device=self.device)
-            mask[..., cached : cached + width] = tree.ancestors
-            if num_slots > cached + width:
-                mask[..., cached + width :] = False
-            return mask
-        visible = torch.arange(num_slots, dtype=torch.int64, device=self.device)[None] < cached
-        if self._padding is not None:
-            shared = min(num_slots, self._padding.shape[1])
-            visible[:, :shared] &= self._padding[:, :shared]
-        num_cached = integers_on(self.device, [cached])
-        seen = TreeSlots(visible, num_cached, tree.ancestors, tree.depths, self._num_padding)
-        masks = {
-            span: seen.mask(span, self.cache.first_slot(span.num_slots), self._additive_dtype)
-            for span in {*self._spans.values()}
-        }
+        masks = {}
+        for span in {*self._spans.values()}:
+            given = num_slots or cached + width, span, self.padding, self._additive_dtype
+            held = tree_mask(tree, cached, *given)
+            masks[span] = held[..., self.cache.first_slot(span.num_slots) :]
         if len(masks) == 1:
             return next(iter(masks.values()))
         return {name: masks[span] for name, span in self._spans.items()}
