@@ -122,11 +122,11 @@ def _why_not_back(model: Model, config: Config, profile: Profile) -> str | None:
 
 def why_not_run(profile: Profile) -> str | None:
     """Return why lade must run no forward of a model, not even a check, or None."""
-    if profile.compiled is None:
+    if (part := profile.state.compiled) is None:
         return None
     return (
-        f"{profile.compiled} is compiled by torch.compile, and drafts would compile it again for "
-        "each number of tokens"
+        f"{part} is compiled by torch.compile, and drafts would compile it again for each number "
+        "of tokens"
     )
 
 

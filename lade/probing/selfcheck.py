@@ -1,6 +1,6 @@
 """The self-check: a verification method compared with standard decoding of a dozen tokens."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -63,7 +63,7 @@ def check(model: Model, profile: Profile, key: CheckKey) -> CheckResult:
     try:
         for attention in attentions:
             chosen = VerificationPlan(verification, attention, {}, key.execution)
-            found = _Check(model, profile, chosen, key.cache, key.is_padded).reason(limit)
+            found = _Check(model, profile, chosen, key).reason(limit)
             if found is None:
                 return CheckResult(None, attention)
             reason = reason or found
@@ -190,8 +190,7 @@ class _Check(NamedTuple):
     model: Model
     profile: Profile
     chosen: VerificationPlan
-    cache: CacheKind
-    is_padded: bool
+    key: CheckKey
 
     def reason(self, limit: float) -> str | None:
         """Return why the method is not exact to a limit, or None.
@@ -217,7 +216,7 @@ class _Check(NamedTuple):
     def plain(self) -> "Plain":
         """Return standard decoding of the check's prompts; several if rows may run as one."""
         chosen, masks = self.chosen, None
-        if self.is_padded:
+        if self.key.is_padded:
             # The mask comes after the first token: a query that sees no key, as in left padding, is
             # NaN in eager attention in float64, also in `generate`.
             masks = [[1, 0, 0, *[1] * (_PROMPT_LENGTH - 3)]]
@@ -225,7 +224,8 @@ class _Check(NamedTuple):
                 self.model, self.profile.layout_of(self.model), chosen.attention
             ):
                 masks.insert(0, [1] * _PROMPT_LENGTH)
-        return Plain(self.model, check_tokens(self.model)[:_PROMPT_LENGTH], masks, self.cache)
+        prompt = check_tokens(self.model)[:_PROMPT_LENGTH]
+        return Plain(self.model, prompt, masks, self.key.cache)
 
     @torch.no_grad()
     def error(self) -> float:
@@ -264,8 +264,10 @@ class _Check(NamedTuple):
         """Return the logits after every path of every row, each float64 [vocab_size]."""
         logits: dict[tuple[int, _Path], Tensor] = {}
         texts: list[_Path] = [()] * plain.num_rows
-
-        def run(target: Target) -> None:
+        num_new = len(check_tokens(self.model))
+        target = plain.target(plain.model, self.chosen, num_new, self.profile)
+        try:
+            target.prefill()
             for number, step in enumerate(steps):
                 trees, kept = [Tree.build(step.root, step.draft)], [step.kept]
                 for _ in texts[1:]:  # trees of different sizes, and texts from then on
@@ -281,8 +283,8 @@ class _Check(NamedTuple):
                         logits[row, path] = of_nodes[start + node]
                     texts[row] += tuple(tree.token_ids[node] for node in kept[row])
                 target.commit(kept)
-
-        plain.run_target(self.profile, self.chosen, len(check_tokens(self.model)), run)
+        finally:
+            target.close()
         return logits
 
 
@@ -342,30 +344,21 @@ class Plain:
             **options,
         )
 
-    def run_target(
-        self,
-        profile: Profile,
-        chosen: VerificationPlan,
-        max_new_tokens: int,
-        use: Callable[[Target], None],
-    ) -> None:
-        """Prefill a target by a verification method, and call a function with it."""
+    def target(
+        self, model: Model, chosen: VerificationPlan, num_new: int, profile: Profile | None = None
+    ) -> Target:
+        """Return a target for the prompts, not yet run, by the arguments `generate` prepares."""
+        made: list[Target] = []
 
-        def run(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
+        def make(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
             for unwanted in ("logits_processor", "stopping_criteria"):
                 prepared.pop(unwanted, None)
-            target = make_target(
-                *(self.model, input_ids, prepared, chosen, max_new_tokens),
-                *(generation_config, profile),
-            )
-            try:
-                target.prefill()
-                use(target)
-            finally:
-                target.close()
+            given = model, input_ids, prepared, chosen, num_new, generation_config, profile
+            made.append(make_target(*given))
             return input_ids
 
-        self.generate(custom_generate=run)
+        self.generate(num_new=num_new, custom_generate=make)
+        return made[0]
 
     def logits_at(
         self, wanted: Collection[tuple[int, _Path]], together: bool

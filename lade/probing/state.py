@@ -55,6 +55,7 @@ class ModelState:
 
     Attributes:
         functions: the methods of the model's classes, and the functions of their files.
+        compiled: the part of the model that `torch.compile` was applied to, or None.
         settings: the attributes that forwards read; None until a forward was watched.
         autocast: the dtype of an autocast that the forward itself enters, as trainers have it do.
     """
@@ -68,7 +69,7 @@ class ModelState:
         self._configs = _Values((each, vars(each).keys()) for each in _configs_of(model))
         self._files = _files_values(classes)
         self._hooks = _hooks_in(self._modules.now())
-        self._compiled = compiled_part_of(model)
+        self.compiled = compiled_part_of(model)
         self.settings: ReadAttributes | None = None
         self.autocast: torch.dtype | None = None
 
@@ -112,7 +113,7 @@ class ModelState:
 
     def _is_nearly_same(self, model: Model) -> bool:
         """Return whether no attribute was added or removed, before forwards were watched."""
-        return self._modules.have_as_many() and self._compiled == compiled_part_of(model)
+        return self._modules.have_as_many() and self.compiled == compiled_part_of(model)
 
 
 class _Modules:

@@ -133,17 +133,16 @@ class TreeTarget(Target):
 
     def prefill(self, *, is_plain: bool = False) -> Tensor:
         """Run the prompt as `generate` does, or in the forwards of other calls."""
+        positions = None if is_plain and self._recorded is None else self._prompt_positions()
         logits = None
-        if self._recorded is not None:
-            positions, num_tokens = self._prompt_positions(), self._input_ids.shape[1]
-            assert positions is not None
-            part = self._prompt_part(positions, 0, num_tokens)
+        if positions is not None and self._engine_call is not None:
+            logits = self._in_chunks(self._engine_call, positions)
+        if logits is None and positions is not None and self._runs_by_masks:
+            start, num_tokens = self.cache.get_seq_length(), self._input_ids.shape[1]
+            part = self._prompt_part(positions, start, num_tokens - start)
             logits = self._run(part.view, {**part.inputs, LOGITS_KEPT: 1})
-            self._recorded.commit(0, range(num_tokens))
-        elif self._engine_call is not None and not is_plain:
-            logits = self._in_chunks(self._engine_call)
-        if logits is None and not is_plain:
-            logits = self._by_masks()
+            if self._recorded is not None:
+                self._recorded.commit(0, range(num_tokens))
         if logits is None:
             model, fast_views = self._model, self._fast_views
             # The whole length decides, so that a kept prefix makes no difference.
@@ -178,15 +177,14 @@ class TreeTarget(Target):
         self._plain_view = with_decoding_experts(self._model)
         self._learn_habits(last)
 
-    def _in_chunks(self, call: EngineCall) -> Tensor | None:
+    def _in_chunks(self, call: EngineCall, positions: Tensor) -> Tensor | None:
         """Run a prompt in prefill chunks, together with other calls or between their steps.
 
-        Returns None if the prompt cannot be split, as with images, or is short and no call waits.
+        Returns None if the prompt is short and no call waits.
         """
-        num_tokens, positions = self._input_ids.shape[1], self._prompt_positions()
-        start, logits = self.cache.get_seq_length(), None
-        is_short = num_tokens - start <= call.prefill_chunk and not call.has_batch_mates
-        if positions is None or is_short:
+        num_tokens, start = self._input_ids.shape[1], self.cache.get_seq_length()
+        logits = None
+        if num_tokens - start <= call.prefill_chunk and not call.has_batch_mates:
             return None
         while start < num_tokens:
             num = call.reserve(num_tokens - start)
@@ -196,25 +194,20 @@ class TreeTarget(Target):
             start += num
         return logits
 
-    def _by_masks(self) -> Tensor | None:
-        """Run a prompt with padding, or longer than a window, as its later tokens will run.
+    @property
+    def _runs_by_masks(self) -> bool:
+        """Whether a prompt runs as its later tokens will.
 
-        Return None for other prompts, and where torch is to run them: without packed weights.
+        That is one whose states are recorded; and one with padding, or longer than a window, unless
+        torch is to run it: without packed weights.
         """
         num_tokens, fast_views = self._input_ids.shape[1], self._fast_views
-        sees_all = num_tokens <= self._least_span
-        if fast_views is None or (sees_all and not self._is_padded):
-            return None
-        if not fast_views.is_packed:
-            return None
-        positions, start = self._prompt_positions(), self.cache.get_seq_length()
-        if positions is None or not fast_views.pays(num_tokens):
-            return None
+        if fast_views is None or not fast_views.is_packed:
+            return self._recorded is not None
         if self._is_padded and self.max_candidates is not None:
-            return None  # a model leaves padding out of its convolutions, a job does not
-        part = self._prompt_part(positions, start, num_tokens - start)
-        logits: Tensor = part.view(**part.inputs, **{LOGITS_KEPT: 1}).logits
-        return logits
+            return False  # a model leaves padding out of its convolutions, a job does not
+        is_masked = self._is_padded or num_tokens > self._least_span
+        return is_masked and fast_views.pays(num_tokens)
 
     def _prompt_positions(self) -> Tensor | None:
         """Return the positions of a prompt that may run as parts of forwards; None for others."""
@@ -251,7 +244,10 @@ class TreeTarget(Target):
         inputs = {
             "input_ids": token_ids,
             "position_ids": positions[:, nodes],
-            **self._of_forward(mask),
+            "attention_mask": mask,
+            CACHE: self.cache,
+            "use_cache": True,
+            "return_dict": True,
         }
         part = self._as_part(self._view, inputs, is_prompt=True)
         if not self._is_uniform:
@@ -280,18 +276,19 @@ class TreeTarget(Target):
 
     def _inputs_of(self, tree: TreeTensors, num_slots: int = 0) -> dict[str, Any]:
         """Return the arguments for a tree; layers show `num_slots` slots, or those in use."""
-        cached = self.cache.length
-        return {
+        inputs = {
             "input_ids": tree.token_ids,
             "position_ids": tree.depths + self.next_position(),
-            **self._token_types(tree),
-            **self._of_forward(self._mask(tree, cached, num_slots)),
+            "attention_mask": self._mask(tree, self.cache.length, num_slots),
+            CACHE: self.cache,
+            "use_cache": True,
+            "return_dict": True,
         }
-
-    def _of_forward(self, mask: Any) -> dict[str, Any]:
-        """Return the arguments of a forward that have no entry per token."""
-        others = {"use_cache": True, "return_dict": True}
-        return {"attention_mask": mask, CACHE: self.cache, **others}
+        for name in TOKEN_TYPES:  # those of text, if the prompt has any
+            if (of_prompt := self._model_kwargs.get(name)) is not None:
+                last = of_prompt[:, -1:] if name == "token_type_ids" else 0
+                inputs[name] = torch.zeros_like(tree.token_ids) + last
+        return inputs
 
     def forward(self, inputs: Any) -> Tensor:
         """Run the model on the inputs, together with other calls if there are any."""
@@ -416,16 +413,6 @@ class TreeTarget(Target):
         prepare, given = self._model.prepare_inputs_for_generation, self.extended(new.shape[1])
         prepared: dict[str, Any] = prepare(ids, next_sequence_length=1, **given)
         return prepared
-
-    def _token_types(self, tree: TreeTensors) -> dict[str, Tensor]:
-        """Return the token types of a tree, those of text; empty if the prompt has none."""
-        types = {}
-        for name in TOKEN_TYPES:
-            of_prompt = self._model_kwargs.get(name)
-            if of_prompt is not None:
-                last = of_prompt[:, -1:] if name == "token_type_ids" else 0
-                types[name] = torch.zeros_like(tree.token_ids) + last
-        return types
 
     def _mask(
         self, tree: TreeTensors, cached: int, num_slots: int = 0
