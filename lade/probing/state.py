@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
 
-from lade.compat import Model, attention_of, compiled_part_of, device_of_inputs, does_nothing
+from lade.compat import Model, attention_of, compiled_part_of, device_of_inputs, hooks_of
 from lade.compat.attempts import Attempt
 from lade.compat.view import BEFORE, apart
 from lade.probing.user_code import (
@@ -384,10 +384,9 @@ def _hooks_in(modules: list[Any]) -> list[tuple[int, Any]]:
     """Return the code of all hooks that may do something, with their modules' numbers."""
     return [
         (number, _code_of(hook))
-        for number, (hooks, pre_hooks) in enumerate(map(_of_hooks, modules))
-        if hooks or pre_hooks
-        for hook in (*hooks.values(), *pre_hooks.values())
-        if not does_nothing(hook)
+        for number, held in enumerate(map(_of_hooks, modules))
+        if any(held)
+        for hook in hooks_of(modules[number])
     ]
 
 
