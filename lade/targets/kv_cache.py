@@ -109,11 +109,6 @@ class Store:
         larger[:, :, :, :num_slots] = self.buffer
         self.buffer = larger
 
-    def shrink(self, num_slots: int) -> None:
-        """Replace the memory by memory for `num_slots` slots if it is larger; drop the contents."""
-        if self.buffer.shape[3] > num_slots:
-            self.buffer = self._allocated(self.buffer, num_slots, num_slots)
-
     def _allocated(self, like: Tensor, least: int, num_slots: int) -> Tensor:
         """Return memory for `num_slots` slots, or for `least` if there is not enough."""
         shape = list(like.shape)
@@ -180,11 +175,8 @@ class Group:
         num_slots, stop = self.first_slot(oldest) - self.offset, length - self.offset
         if num_slots < self._slack:
             return
-        for store in self.stores:  # the other slots of every layer move up
-            left = store.buffer[:, :, :, num_slots:stop].clone()
-            if self.is_convolved:
-                store.shrink(self._max_slots)
-            store.buffer[:, :, :, : stop - num_slots] = left
+        for store in self.stores:
+            store.keep_end(num_slots, stop)
         self.offset += num_slots
 
 

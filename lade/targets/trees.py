@@ -94,12 +94,13 @@ class TreeTarget(Target):
             self.cache.take_over(past)
         self._model_kwargs = {**model_kwargs, CACHE: self.cache}
         mask = model_kwargs.get("attention_mask")
-        #: Which tokens of the prompt are no padding, bool [1, num_tokens]; None without a mask.
-        self.padding: Tensor | None = None if mask is None else mask.bool().to(self.device)
-        self._is_padded = mask is not None and not bool(mask.all())
-        self._fast_views = fast_views
+        #: Which tokens of the prompt are no padding, bool [1, num_tokens]; None if all.
+        self.padding: Tensor | None = None
+        if mask is not None and not bool(mask.all()):
+            self.padding = mask.bool().to(self.device)
+        self._fast_views, self.is_fast = fast_views, fast_views is not None
         #: Whether its forwards may run together with other calls.
-        self.may_join = takes_parts(model, layout, attention) and not self._is_padded
+        self.may_join = takes_parts(model, layout, attention) and self.padding is None
         self._num_committed = 1.0  # recent mean of tokens per step
         # A user's attention is assumed to take masks as torch's does; the check compares them.
         is_added = MASK_IS_ADDED.get(attention or attention_of(model) or "eager", False)
@@ -111,14 +112,10 @@ class TreeTarget(Target):
         devices = set((getattr(self._model, "hf_device_map", None) or {}).values())
         return TreeCache(kinds, num_slots, max_slots, share=len(devices) <= 1)
 
-    @property
-    def is_fast(self) -> bool:
-        """Whether forwards may run by lade's kernels."""
-        return self._fast_views is not None
-
     def record(self, options: Mapping[str, Any]) -> Callable[[int], Any]:
         """Have forwards return more than logits, by torch; return what takes it of the text."""
-        if self._prompt_positions() is None or self._is_padded or self.cache.get_seq_length():
+        is_text = self.padding is None and self._prompt_positions() is not None
+        if not is_text or self.cache.get_seq_length():
             return super().record(options)
         held = getattr(self._model.config, "dtype", None)
         if held in (torch.bfloat16, torch.float16) and dtype_of(self._model) is torch.float32:
@@ -128,7 +125,7 @@ class TreeTarget(Target):
             )
         # Transformers hooks the modules whose outputs it collects.
         self._model, self._fast_views, self._engine_call = apart(self._model), None, None
-        self._recorded, self.may_join = Recorded(options), False
+        self._recorded, self.may_join, self.is_fast = Recorded(options), False, False
         return self._recorded.take
 
     def prefill(self, *, is_plain: bool = False) -> Tensor:
@@ -204,16 +201,16 @@ class TreeTarget(Target):
         num_tokens, fast_views = self._input_ids.shape[1], self._fast_views
         if fast_views is None or not fast_views.is_packed:
             return self._recorded is not None
-        if self._is_padded and self.max_candidates is not None:
+        if self.padding is not None and self.max_candidates is not None:
             return False  # a model leaves padding out of its convolutions, a job does not
-        is_masked = self._is_padded or num_tokens > self._least_span
+        is_masked = self.padding is not None or num_tokens > self._least_span
         return is_masked and fast_views.pays(num_tokens)
 
     def _prompt_positions(self) -> Tensor | None:
         """Return the positions of a prompt that may run as parts of forwards; None for others."""
         num_tokens = self._input_ids.shape[1]
         positions = self._model_kwargs.get("position_ids")
-        if positions is None and self._is_padded:
+        if positions is None and self.padding is not None:
             return None
         if positions is None:
             positions = torch.arange(num_tokens, dtype=torch.int64, device=self.device)[None]
@@ -234,7 +231,7 @@ class TreeTarget(Target):
         """Return a prefill chunk of `num` tokens as a part of a forward."""
         nodes, mask = slice(start, start + num), None  # causal
         token_ids = self._input_ids[:, nodes]
-        if start or self._is_padded or not self._is_uniform:
+        if start or self.padding is not None or not self._is_uniform:
             seen = torch.ones((1, num, num), dtype=torch.bool, device=self.device).tril()
             if self.padding is not None:  # which sees itself, as numbers must come of it
                 own = torch.eye(num, dtype=torch.bool, device=self.device)
@@ -329,7 +326,7 @@ class TreeTarget(Target):
         `commit` takes a path of the whole tree.
         """
         inputs = self.inputs([tree])
-        logits = self.forward(_without_run(inputs, num_run))
+        logits = self.forward(_nodes_of(inputs, num_run, len(tree)))
         self._last_inputs = inputs
         return logits
 
@@ -363,7 +360,7 @@ class TreeTarget(Target):
             self._recorded.commit(self.cache.length, paths[0])
         if not self.cache.can_keep(len(paths[0])):  # torch ran a chain, and added it to a state
             self.cache.keep([])
-            self.forward(_first(self._last_inputs, len(paths[0])))
+            self.forward(_nodes_of(self._last_inputs, 0, len(paths[0])))
         self.cache.keep(paths[0])
 
     def hand_over(self, cache: Any) -> Any:
@@ -430,25 +427,17 @@ class TreeTarget(Target):
         return {name: masks[span] for name, span in self._spans.items()}
 
 
-def _without_run(inputs: dict[str, Any], num_run: int) -> dict[str, Any]:
-    """Return the inputs of a tree's nodes from `num_run` on; masks still cover the others."""
-    if num_run == 0:
+def _nodes_of(inputs: dict[str, Any], first: int, stop: int) -> dict[str, Any]:
+    """Return the inputs of some nodes of a tree; masks cover those before them, too."""
+    num_dropped = inputs["input_ids"].shape[1] - stop
+    if first == num_dropped == 0:
         return inputs
     left = {**inputs}
     for name in {"input_ids", "position_ids", *TOKEN_TYPES} & inputs.keys():
-        left[name] = inputs[name][..., num_run:]
-    mask = tree_map(lambda of_type: of_type[..., num_run:, :], inputs["attention_mask"])
-    return {**left, "attention_mask": mask}
-
-
-def _first(inputs: dict[str, Any], num: int) -> dict[str, Any]:
-    """Return the inputs of a chain's first nodes."""
-    left, num_dropped = {**inputs}, inputs["input_ids"].shape[1] - num
-    for name in {"input_ids", "position_ids", *TOKEN_TYPES} & inputs.keys():
-        left[name] = inputs[name][..., :num]
+        left[name] = inputs[name][..., first:stop]
 
     def of_type(mask: Tensor) -> Tensor:
-        return mask[..., :num, : mask.shape[-1] - num_dropped]
+        return mask[..., first:stop, : mask.shape[-1] - num_dropped]
 
     return {**left, "attention_mask": tree_map(of_type, inputs["attention_mask"])}
 
