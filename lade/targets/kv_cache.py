@@ -637,10 +637,10 @@ class TreeCache(Cache):  # type: ignore[misc]
         addresses = np.zeros((len(self.held), 9), np.int64)
         addresses[:, :4] = self._found[1]
         addresses[:, 4] = np.array(num_keys)[self._group_of]
-        for layer in self._recurrent:
-            if (of_state := layer.addresses(stop)) is None:
+        for recurrent in self._recurrent:
+            if (of_state := recurrent.addresses(stop)) is None:
                 return None
-            addresses[self.held.index(layer), 5:] = of_state
+            addresses[self.held.index(recurrent), 5:] = of_state
         return addresses
 
     def count(self, num_new: int) -> None:

@@ -61,7 +61,7 @@ def tree_mask(
         slots = torch.arange(num_slots, dtype=torch.int64, device=device)
         slots[cached:stop] = nodes
         if span.chunk is not None:
-            first = 0 if padding is None else (padding.cumsum(dim=-1) == 0).sum()
+            first: Tensor | int = 0 if padding is None else (padding.cumsum(dim=-1) == 0).sum()
             slots, nodes = (
                 (at - first).div(span.chunk, rounding_mode="floor") for at in (slots, nodes)
             )
