@@ -36,7 +36,6 @@ ORDER = [
     *(
         "drafting",
         "sampling",
-        "attention",
         "targets",
         "forward",
     ),

@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList
 from lade.compat import CACHE, Model
 from lade.drafting.drafts import chain
 from lade.errors import UnsupportedModelError
-from lade.probing.factory import VerificationPlan, make_target
+from lade.probing.factory import VerificationPlan
 from lade.probing.plan import choose_for_drafting
 from lade.probing.profile import profile_of
 from lade.probing.rules import refuse_encoder_decoder
@@ -142,14 +142,5 @@ class Assistant:
         """Run the beginning of a text, by the arguments that `generate` prepares."""
         self._target, self._held, self._run = None, token_ids, []
         num_new = max(1, self._max_length - len(token_ids))
-
-        def begin(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
-            for unwanted in ("logits_processor", "stopping_criteria"):
-                prepared.pop(unwanted, None)
-            self._target = make_target(
-                self._model, input_ids, prepared, self._plan, num_new, generation_config
-            )
-            return input_ids
-
-        Plain(self._model, token_ids).generate(num_new=num_new, custom_generate=begin)
+        self._target = Plain(self._model, token_ids).target(self._model, self._plan, num_new)
         self._target.prefill()
