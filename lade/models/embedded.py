@@ -156,7 +156,7 @@ def _fetch(model: EmbeddedModel, work: Path, folder: Path, *, is_shown: bool) ->
 
 def _keep_tokenizer(embedded: EmbeddedModel, folder: Path) -> None:
     """Write the tokenizer of the GGUF file beside it, as reading it from there takes seconds."""
-    from lade.models.gguf import load_gguf_tokenizer
+    from lade.models.gguf_tokenizer import load_gguf_tokenizer
 
     try:
         load_gguf_tokenizer(folder / embedded.gguf_name).save_pretrained(folder)
