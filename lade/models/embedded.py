@@ -89,9 +89,8 @@ def embedded_model(name: str = DEFAULT_MODEL, *, progress: Progress | None = Non
     folder = user_cache_path("lade", appauthor=False) / "models" / f"{name}-gguf"
     if folder.is_dir():
         return folder
-    for module in ("gguf", "accelerate"):  # reported before the download
-        if find_spec(module) is None:
-            raise MissingExtraError(module, "cli")
+    if find_spec("gguf") is None:  # reported before the download
+        raise MissingExtraError("gguf", "cli")
     tell = progress or (lambda what: None)
     if model.terms is not None:
         (progress or warnings.warn)(model.terms)

@@ -4,7 +4,6 @@ The model writes texts, which show the successors of single tokens and pairs; `t
 them.
 """
 
-import copy
 import math
 import time
 from collections.abc import Callable
@@ -144,7 +143,7 @@ class TableWriter:
         refuse_encoder_decoder(model)
         refuse_sharded(model)
         self.path = path_of_table(model, folder)
-        view = apart(model).eval()
+        self._model = view = apart(model).eval()
         found = probe(view if any(each.training for each in model.modules()) else model)
         if found.verification == "plain":
             reasons = "; ".join(f"{name}: {reason}" for name, reason in found.reasons.items())
@@ -153,7 +152,6 @@ class TableWriter:
                 f"{found.model}. {reasons}"
             )
         self.seconds, self.num_tokens = 0.0, 0
-        self._model = copy.copy(view)  # shares everything but the attribute set here
         self._most_rows, self._num_rows = most_rows, min(_FEWEST_ROWS, most_rows)
         self._rng = np.random.default_rng()  # different texts in every run and process
         config = model.config.get_text_config(decoder=True)
