@@ -28,12 +28,12 @@ def random_puts(
 
 def contents(pool: NGramPool) -> dict[Context, tuple[list[int], list[float]]]:
     """The successors of every context, and their probabilities."""
-    arrays = pool._harvested.arrays()
-    found = {}
-    for i, (previous, last) in enumerate(pool.contexts().tolist()):
-        is_known = arrays["token_ids"][i] >= 0
-        probs = np.exp(arrays["costs"][i, is_known] / -4096).astype(np.float32)
-        found[previous, last] = arrays["token_ids"][i, is_known].tolist(), probs.tolist()
+    held, found = pool._harvested.held, {}
+    rows = np.flatnonzero(held.keys >= 0)
+    for row, (previous, last) in zip(rows, pool.contexts().tolist(), strict=True):
+        is_known = held.token_ids[row] >= 0
+        probs = np.exp(held.costs[row, is_known] / -4096).astype(np.float32)
+        found[previous, last] = held.token_ids[row, is_known].tolist(), probs.tolist()
     return found
 
 

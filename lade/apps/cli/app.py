@@ -114,7 +114,7 @@ def chat(
         False,
         "--prewarm",
         help="Let the model write its table of likely tokens while it waits for you, as lade "
-        "prewarm does: half an hour in all, at the lowest priority.",
+        "prewarm does: half an hour in all.",
     ),
     loading: LoadOptions,
     sampling: ChatSamplingOptions,

@@ -7,8 +7,9 @@ from lade.apps.cli.loading import bar, console, tell
 from lade.models.loading import LoadedModel
 from lade.prewarming.idle import IdlePrewarming
 from lade.prewarming.run import Prewarmed, prewarm
-from lade.prewarming.tables import path_of_table, prewarmed_table_of, read_table, seconds_of
+from lade.prewarming.tables import path_of_table, prewarmed_table_of, seconds_of
 from lade.probing.profile import profile_of
+from ngram_pool import NGramPool
 
 
 def run(loaded: LoadedModel, seconds: float) -> None:
@@ -27,7 +28,7 @@ def run(loaded: LoadedModel, seconds: float) -> None:
     finally:
         path = path_of_table(loaded.model)
         if path.exists():
-            table = read_table(path)
+            table = NGramPool.load(path, read_only=True)
             Console(highlight=False).print(
                 f"{table.num_contexts:,} contexts in {seconds_of(table):,.0f} seconds of all runs; "
                 f"{path.stat().st_size / 10**6:.1f} MB"
@@ -44,7 +45,7 @@ def note_idle_prewarming(idle: IdlePrewarming) -> None:
     text = "The table of its likely tokens is complete"
     if left := idle.minutes_left:
         text = f"While it waits, the model writes its table of likely tokens, for {left:.0f} "
-        text += "minutes in all, at the lowest priority"
+        text += "minutes in all"
     console.print(f"[dim]{text}.[/dim]", soft_wrap=True)
 
 

@@ -89,16 +89,9 @@ def test_unknown_words_are_told_with_what_there_is(arguments: list[str], said: s
         (["generate", "x", "--model", "https://h/a"], "the Hub is named as Qwen/Qwen3-0.6B"),
         (["generate", "x", "--dtype", "int8"], "bfloat16, float16, float64, got 'int8'"),
         *(
-            (["generate", "x", "--dtype", name], f"got '{name}'; did you mean {meant}?")
-            for name, meant in (("bf16", "bfloat16"), ("FP16", "float16"), ("double", "float64"))
-        ),
-        (["generate", "x", "--dtype", "torch.float32"], "did you mean float32?"),
-        *(
             (["generate", "x", "--device", name], f"such as cpu, got '{name}' (")
-            for name in ("", "cuda:99", "meta", "tpu")
+            for name in ("", "cuda:99", "meta", "tpu", "gpu")
         ),
-        (["generate", "x", "--device", "gpu"], "got 'gpu'; did you mean cuda?"),
-        (["generate", "x", "--device", "GPU:1"], "got 'GPU:1'; did you mean cuda:1?"),
         (["generate", "x", "--threads", "99999"], "expected 1 to 1024 threads, got 99999"),
         *(
             (["generate", "x", "--model", name], f"no such folder: {name}")
