@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lade.apps.server.access import ApiKeys, KeyOwner, UserPools, is_known, origin_of
+from lade.apps.server.access import ApiKeys, KeyOwner, UserPools, is_known
 from lade.apps.server.answers import events, whole
 from lade.apps.server.errors import ApiError, failed
 from lade.apps.server.exchange import Exchange
@@ -175,7 +175,7 @@ class Routes:
             raise ApiError(415, "expected Content-Type: application/json")
         if headers.get("content-encoding", "identity") != "identity":
             raise ApiError(415, "expected a body without Content-Encoding")
-        of_whom = owner.key or origin_of(request.scope["client"])
+        of_whom = owner.key or (request.client.host if request.client else "")
         knows_kept = bool(owner.key) or options.shares_pool
         asks = owner, of_whom, knows_kept, self._name
         exchange = Exchange(*asks, options.timeout_sec, self._over)
@@ -230,16 +230,16 @@ class Routes:
 
     async def _begin(self, exchange: Exchange) -> None:
         """Submit the answers, unless too many of the key wait; return at the first turn."""
-        engine, owner, num = self._engine, exchange.of_whom, exchange.num_answers
+        engine, owner, num = self._engine, exchange.of_whom, len(exchange.answers)
         num_waiting, num_before = engine.num_waiting(owner), engine.num_waiting()
         has_free_slot = engine.num_running + num_before + num <= engine.max_running
         if num_waiting + num > self._options.max_queue and not has_free_slot:
             message = f"{num_waiting} requests are waiting already; try again later"
             raise ApiError(429, message, code="queue_full")
         exchange.check()
-        exchange.make_answers()
+        exchange.num_left = num
         for one in exchange.answers:
-            num_tokens = one.prompt.num_tokens + one.prompt.options.max_new_tokens
+            num_tokens = one.num_prompt_tokens + one.options.max_new_tokens
             call = partial(answer, exchange, one, self._loaded, self._options.drafter)
             one.future = engine.submit(call, num_tokens, owner).future
             one.future.add_done_callback(partial(end_exchange, exchange))
