@@ -6,8 +6,6 @@ from typing import Any
 
 from lade.errors import UserError
 
-_MOST = 2**63 - 1  # that torch's generator takes as a seed
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -26,9 +24,12 @@ class Settings:
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("seed", 0), ("top_k", 0)):
             value = getattr(self, name)
-            if not (isinstance(value, int) and least <= value <= _MOST):
-                expected = f"expected {name} to be an integer from {least} to {_MOST}"
-                raise UserError(f"{expected}, got {value!r}")
+            if not isinstance(value, int) or value < least:
+                raise UserError(
+                    f"expected {name} to be an integer of {least} or more, got {value!r}"
+                )
+        if self.seed >= 2**63:  # the most that torch's generator takes, and one
+            raise UserError(f"expected a seed below 2**63, got {self.seed}")
         if not 0 <= self.temperature < math.inf:
             raise UserError(
                 f"expected a finite temperature of 0 (greedy) or more, got {self.temperature}"

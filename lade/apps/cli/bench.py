@@ -39,8 +39,8 @@ _LEGEND = ": drafted by the n-gram pool and accepted. Plain: the model's own tok
 _SHOWN = 300  # characters of a prompt of the demo
 _OF_DEMO = ("plain", "prompt_lookup", "lade")
 _LABELS = {
-    "tree": "tree: all candidates in one forward",
-    "chain": "chain: the best candidate alone, in one forward",
+    "tree": "tree: all candidates in one forward pass",
+    "chain": "chain: the best candidate alone, in one forward pass",
     "snapshot": "snapshot: the best candidate alone, from a copy of the state",
     "plain": "plain: no drafts, so the same text at plain speed",
 }

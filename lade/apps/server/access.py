@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import socket
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from ipaddress import ip_address
 from pathlib import Path
@@ -117,28 +117,23 @@ def listening(host: str, port: int) -> socket.socket:
         raise UserError(f"cannot listen at {host}:{port}: {error.strerror}") from None
 
 
-def names_of(address: str, more: Iterable[str] = ()) -> Container[str] | None:
-    """Return the names, in lower case, that clients may use; None for any.
+def is_known(header: str, address: str, more: Sequence[str]) -> bool:
+    """Return whether a `Host` header, with a port or without, is one that clients may use.
 
     The owner of another site may point its name at this machine (DNS rebinding). A browser then
     lets that site's pages read answers of this server, by requests with that name as host.
 
     Args:
-        address: address to listen at. One that other machines reach may have any name.
+        header: of a request.
+        address: address that the server listens at. One that other machines reach may have any
+            name.
         more: names given by the operator.
     """
-    more = [*more]
     if not (is_local(address) or more):
-        return None
-    return {name.lower() for name in (*more, *_LOCAL, address)}
-
-
-def is_known(header: str, names: Container[str] | None) -> bool:
-    """Return whether a `Host` header, with a port or without, has one of some names."""
-    if names is None:
         return True
     end = header.find("]") + 1 if header.startswith("[") else header.find(":")
-    return (header if end < 0 else header[:end]).lower() in names
+    host = (header if end < 0 else header[:end]).lower()
+    return host in {name.lower() for name in (*_LOCAL, address, *more)}
 
 
 # --- pools ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import uvicorn
 
-from lade.apps.server.access import listening, names_of
+from lade.apps.server.access import listening
 from lade.apps.server.options import ServerOptions
 from lade.apps.server.routes import Routes
 from lade.batcher import Batcher
@@ -73,8 +73,7 @@ class Server(uvicorn.Server):
             sizes = options.max_batch_size, options.max_batch_tokens
             batcher = Batcher(loaded.model, max_batch_size=sizes[0], max_batch_tokens=sizes[1])
             batcher.run(partial(warm_up, loaded.model, num_rows=2, config=options.config))
-            hosts = names_of(host, options.allowed_hosts)
-            self._routes = Routes(loaded, self.name, batcher.engine, options, hosts)
+            self._routes = Routes(loaded, self.name, batcher.engine, options, host)
             self.keys, self._engine = self._routes.keys, batcher.engine
             stack.callback(self._routes.pools.close)
             self.idle: IdlePrewarming | None = None

@@ -6,7 +6,7 @@ Errors have OpenAI's form. A request is prepared in threads, waits for its turn,
 
 import asyncio
 import logging
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter, time
 from typing import Any
@@ -46,7 +46,7 @@ class Routes:
         loaded, engine: the model, and the engine that runs its calls.
         name: the model's name in the API.
         options: the server's settings.
-        hosts: host names that requests may have; None for any.
+        host: address that the server listens at.
 
     Attributes:
         keys: the API keys.
@@ -59,9 +59,9 @@ class Routes:
         name: str,
         engine: Engine,
         options: ServerOptions,
-        hosts: Container[str] | None,
+        host: str,
     ) -> None:
-        self._name, self._options, self._hosts = name, options, hosts
+        self._name, self._options, self._host = name, options, host
         self.keys = ApiKeys(options.api_keys)
         self.pools = UserPools(loaded, options)
         self._preparing = Preparing(loaded, options)
@@ -106,7 +106,10 @@ class Routes:
         """Serve one request, and note its outcome in log and metrics."""
         begin, status = perf_counter(), 0
         lengths = {b"content-length", b"transfer-encoding"} - {name for name, _ in scope["headers"]}
-        app: ASGIApp = self._app if lengths else _of_two_lengths
+        app: ASGIApp = self._app
+        if not lengths:  # a proxy may take the rest for another request
+            error = ApiError(400, "expected one length of the body, got two", closes=True)
+            app = await _refused(Request(scope), error)
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -162,7 +165,8 @@ class Routes:
     def _identified(self, request: Request) -> KeyOwner:
         """Return the owner of a request, after its host name and key were checked."""
         # A page in a browser may reach this server by a name of its own (DNS rebinding).
-        if not is_known(request.headers.get("host", ""), self._hosts):
+        header, more = request.headers.get("host", ""), self._options.allowed_hosts
+        if not is_known(header, self._host, more):
             raise ApiError(421, "expected a Host header that this server is known by")
         return self.keys.identify(request.headers)
 
@@ -283,12 +287,6 @@ async def _watch(exchange: Exchange, request: Request) -> None:
 def _left() -> ApiError:
     """Return the error of a client that has left; logs call it 499."""
     return ApiError(499, "the client has left")
-
-
-async def _of_two_lengths(scope: Scope, receive: Receive, send: Send) -> None:
-    """Refuse a request with two lengths: a proxy may take the rest for another request."""
-    error = ApiError(400, "expected one length of the body, got two", closes=True)
-    await (await _refused(Request(scope), error))(scope, receive, send)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
