@@ -71,13 +71,11 @@ def generate(
     ),
     max_new_tokens: MaxNewTokensOption = 256,
     system: SystemOption = None,
-    raw: bool = typer.Option(
-        False, "--raw", help="Continue the prompt as it is, without the model's chat template."
-    ),
+    raw: bool = typer.Option(False, "--raw", help="Leave the model's chat template out."),
     stop: list[str] | None = typer.Option(
         None,
         metavar="TEXT",
-        help="End the answer with this text; may be repeated.",
+        help="End the answer with this text; repeatable.",
         callback=read_typed,
     ),
     loading: LoadOptions,
@@ -85,8 +83,7 @@ def generate(
     drafting: DraftOptions,
     prediction: Path | None = of_drafting(
         None,
-        help="Draft from this text, which the answer will probably resemble, such as the file to "
-        "be edited. The answer does not depend on it.",
+        help="Draft from this text, which the answer will resemble, such as the file to be edited.",
         **IS_FILE,
     ),
 ) -> None:
@@ -113,8 +110,7 @@ def chat(
     prewarm: bool = of_drafting(
         False,
         "--prewarm",
-        help="Let the model write its table of likely tokens while it waits for you, as lade "
-        "prewarm does: half an hour in all, at the lowest priority.",
+        help="Prewarm the model while it waits for you: half an hour in all.",
     ),
     loading: LoadOptions,
     sampling: ChatSamplingOptions,
@@ -164,11 +160,12 @@ def demo(
     for text in prompt or []:
         check_text(text)
     prompts = [*map(Prompt, titles, titles, prompt or [])]
+    settings = Settings(max_new_tokens)
     loaded = loading.load()
     from lade.apps.cli.bench import compare  # imports torch, in silence
 
     chosen = prompts or read_prompts(DEMO_PROMPTS)
-    compare(loaded, chosen, Settings(max_new_tokens), is_demo=True)
+    compare(loaded, chosen, settings, is_demo=True)
 
 
 @app.command(rich_help_panel=_MEASURE)
@@ -178,7 +175,7 @@ def bench(
     prompts: Path | None = typer.Option(
         None,
         help="Prompts: one a line, or JSON lines with 'turns' (the first is used) or 'prompt', "
-        "and optionally 'category'. Without it, the six of the demo.",
+        "and optionally 'category' [the six of the demo].",
         **IS_FILE,
     ),
     max_new_tokens: MaxNewTokensOption = 128,
@@ -187,8 +184,7 @@ def bench(
     busy: bool = typer.Option(
         False,
         "--busy",
-        help="Instead, compare lade and plain generate beside busy processes: none, one, and one a "
-        "core; with all threads, and with one.",
+        help="Compare lade and plain generate beside other busy processes instead.",
     ),
     json: JsonOption = None,
 ) -> None:

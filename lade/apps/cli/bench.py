@@ -40,8 +40,8 @@ _SHOWN = 300  # characters of a prompt of the demo
 _TIMES = 2.5  # as long as plain generate, prompt lookup and lade usually take together
 _TITLES = {"plain": "plain generate", "prompt_lookup": "prompt lookup", "lade": "lade"}
 _LABELS = {
-    "tree": "tree: all candidates in one forward",
-    "chain": "chain: the best candidate alone, in one forward",
+    "tree": "tree: all candidates in one forward pass",
+    "chain": "chain: the best candidate alone, in one forward pass",
     "snapshot": "snapshot: the best candidate alone, from a copy of the state",
     "plain": "plain: no drafts, so the same text at plain speed",
 }

