@@ -182,9 +182,7 @@ SystemOption = Annotated[
     str | None,
     typer.Option(metavar="TEXT", help="System prompt.", callback=read_typed),
 ]
-TemperatureOption = Annotated[
-    float, _of_sampling(help="Sample at this temperature; 0 is greedy.")
-]
+TemperatureOption = Annotated[float, _of_sampling(help="Sample at this temperature; 0 is greedy.")]
 
 
 @dataclass(frozen=True)
