@@ -58,15 +58,15 @@ class MissingExtraError(LadeError, ImportError):
 
 
 def _requirement(extra: str) -> str:
-    """Return the extra of this installation as pip takes it: of its folder, if it has one."""
+    """Return the extra of this installation as pip takes it: of its folder or wheel, if any."""
     try:
         found = metadata.distribution("lade-decoding").read_text("direct_url.json")
         url = urlsplit(json.loads(found or "{}").get("url", ""))
     except (metadata.PackageNotFoundError, ValueError):  # run from a folder; damaged
         return f'"lade-decoding[{extra}]"'
-    folder = Path(url2pathname(url.path))
-    is_folder = url.scheme == "file" and folder.is_dir()
-    return f'"{folder}[{extra}]"' if is_folder else f'"lade-decoding[{extra}]"'
+    path = Path(url2pathname(url.path))
+    is_there = url.scheme == "file" and path.exists()
+    return f'"{path}[{extra}]"' if is_there else f'"lade-decoding[{extra}]"'
 
 
 def in_one_line(error: BaseException) -> str:

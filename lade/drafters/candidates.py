@@ -55,7 +55,7 @@ class Candidates(Drafter):
     """Drafts by a candidate generator of `transformers.generation.candidate_generator`.
 
     It is asked where its tokens are worth their time. Its generator should decode greedily. If the
-    generator reads hidden states of the target, forwards of the target run by torch and return
+    generator reads hidden states of the target, torch runs its forward passes, which return
     them; such a generator drafts for a single prompt of text that is verified by trees.
 
     Args:

@@ -170,9 +170,9 @@ class Probe:
         verification: Method by which drafts are verified.
         attention: Attention implementation that verifies drafts.
         reasons: Why each better method was ruled out.
-        execution: How forwards that verify drafts are executed.
+        execution: How forward passes that verify drafts are executed.
         why_by_torch: Why a model on a CPU is run by torch, module by module, and which module is
-            the reason; None where forwards may run as one compiled job, and on other devices.
+            the reason; None where the compiled forward pass may run it, and on other devices.
     """
 
     model: str
