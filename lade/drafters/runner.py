@@ -83,11 +83,8 @@ class Assistant:
         **_: Any,
     ) -> Any:
         """Decode greedily, until a token ends the text or is less sure than the threshold."""
-        token_ids, scores, ends = (
-            input_ids[0].tolist(),
-            list[Tensor](),
-            generation_config.eos_token_id,
-        )
+        token_ids, scores = input_ids[0].tolist(), list[Tensor]()
+        ends = generation_config.eos_token_id
         ends = [ends] if isinstance(ends, int) else ends or []
         processors = LogitsProcessorList(logits_processor or ())
         threshold = generation_config.assistant_confidence_threshold or 0.0
