@@ -21,7 +21,7 @@ from lade.probing.profile import (
     profile_of,
 )
 from lade.probing.rules import WITHOUT_CACHE, refuse_encoder_decoder
-from lade.probing.selfcheck import check
+from lade.probing.selfcheck import NoVerdictError, check
 from lade.probing.user_code import (
     has_user_experts,
     has_user_inputs,
@@ -167,6 +167,8 @@ def _result_of(model: Model, profile: Profile, key: CheckKey) -> CheckResult:
         return profile.once(key, lambda: check(model, profile, key))
     except torch.OutOfMemoryError:  # not kept: a later check may succeed
         return CheckResult("no memory was left to check it")
+    except NoVerdictError as none:
+        return CheckResult(str(none))
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,11 +39,16 @@ _DRAFTING_LIMIT = 1.0
 _NUM_RUNS = 3  # runs that must all change the random state: other threads may draw, too
 
 
+class NoVerdictError(Exception):
+    """A check came to no verdict; a later one may."""
+
+
 def check(model: Model, profile: Profile, key: CheckKey) -> CheckResult:
     """Compare one verification method with standard decoding; any failure becomes the reason.
 
     Raises:
         torch.OutOfMemoryError: the check had too little memory for a verdict.
+        NoVerdictError: logits are alike whatever was run, until weights change.
     """
     verification, reason = key.verification, None
     if not key.is_drafting and (why := reason_of_layers(model, profile)) is not None:
@@ -206,7 +211,8 @@ class _Check(NamedTuple):
             torch.OutOfMemoryError: the check had too little memory for a verdict.
         """
         model = self.model
-        with Attempt(UnsupportedModelError) as attempt, unchanged_random_state(model, self.profile):
+        passing = (UnsupportedModelError, NoVerdictError)
+        with Attempt(*passing) as attempt, unchanged_random_state(model, self.profile):
             error = self.error()
         if attempt.failure is not None:
             return f"its forward fails ({attempt.failure})"
@@ -294,6 +300,10 @@ def _difference(
     mine: dict[tuple[int, _Path], Tensor], theirs: dict[tuple[int, _Path], Tensor]
 ) -> float:
     reference = torch.stack([theirs[key] for key in mine])
+    if bool((reference.nan_to_num() == reference[:, :1].nan_to_num()).all(-1).any()):
+        raise NoVerdictError(
+            "its logits are no numbers, or all equal, and no check can compare them"
+        )
     return distance(torch.stack([*mine.values()]), reference)
 
 

@@ -171,6 +171,20 @@ def test_a_model_that_breaks_trees_is_caught_and_verifies_chains(
         assert check_text(model).mean_accepted_tokens > 1.1
 
 
+@pytest.mark.parametrize("number", [0.0, 0.5, torch.nan])
+def test_logits_that_tell_nothing_are_no_verdict(number: float) -> None:
+    """A check that compares equal logits would pass what is wrong once weights are trained."""
+    model = model_of("llama")
+    around(model.model, ignoring_masks)
+    weight = model.lm_head.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(number)
+        check_text(model, plainly="no check can compare them")
+        weight.copy_(kept)
+    assert lade.probe(model).verification == "chain"
+
+
 def test_a_state_kept_outside_of_the_cache_is_caught() -> None:
     """Nothing can take it back to where a draft began."""
     model = model_of("llama")
