@@ -70,15 +70,6 @@ def test_the_core_imports_in_one_direction() -> None:
             assert not any(f"{each}.".startswith(later) for each in modules_of(path)), path
 
 
-@pytest.mark.parametrize("name", ["apps", *ORDER])
-def test_every_package_says_what_lives_there(name: str) -> None:
-    path = ROOT.joinpath("lade", *name.split("."))
-    module = ast.parse(
-        (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
-    )
-    assert ast.get_docstring(module)
-
-
 # Where any error is caught, and how often: at edges to code that is not ours, in threads, and to
 # clean up. Elsewhere such code is run by `lade.compat.attempts`, or errors simply pass.
 CATCHES_ANYTHING = {

@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import lade
-from tests.grids import thinned_rows
+from tests.grids import thinned, thinned_rows
 from tests.lade.both import ONE, same_as_generate
 from tests.lade.tiny import BLOOM, CACHE, MAMBA2, random_prompt, tiny_model
 
@@ -110,7 +110,7 @@ def test_encoder_decoders_are_refused() -> None:
             call(t5)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("num_rows", thinned([1, 3], 3))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounding_is_no_fault_in_any_precision(dtype: torch.dtype, num_rows: int) -> None:
     for family in ("llama", "gpt2", "opt", "phi3", "gemma3_text"):

@@ -5,6 +5,7 @@ How often torch compiles, and what a cache holds, no text shows: hence the priva
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from lade.targets.layout import tree_layout
 from lade.targets.parts import TREE_SDPA
 from lade.targets.static import StaticSteps, StaticTarget
 from lade.tree import Tree
-from tests.grids import thinned
+from tests.grids import thinned, thinned_rows
 from tests.lade.both import ONE, THREE, answered, same_as_generate
 from tests.lade.targets.test_tree import make_draft, path_to
 from tests.lade.tiny import tiny_model
@@ -48,6 +49,7 @@ def counting(graph: Any, inputs: Any) -> Callable[..., Any]:
 
 BY_BACKEND: dict[str, Any] = {"compile_config": CompileConfig(backend=counting, fullgraph=True)}
 BY_TORCH: dict[str, Any] = {"disable_compile": True}
+WAYS = {"by torch": BY_TORCH, "compiled": BY_BACKEND}
 
 
 @pytest.fixture(autouse=True)
@@ -72,13 +74,13 @@ def model_of(family: str, **options: Any) -> Any:
 # --- the text of generate -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", [BY_TORCH, BY_BACKEND], ids=["by torch", "compiled"])
-@pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "gemma3_text"))
-def test_a_text_is_that_of_generate_by_one_graph_of_each_shape(
-    family: str, way: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(
+    ("family", "name"),
+    thinned_rows(product(FAMILIES, WAYS), ("llama", "compiled"), ("gemma3_text", "by torch")),
+)
+def test_a_text_is_that_of_generate_by_one_graph_of_each_shape(family: str, name: str) -> None:
     """The prompt is longer than the first memory, the text than windows and the second memory."""
-    model = model_of(family)
+    model, way = model_of(family), WAYS[name]
     for _ in range(2):  # the second call finds everything compiled
         _, got = same_as_generate(model, PROMPT, accept=0.8, config=CONFIG, **LONG, **way)
         assert 0 < got.stats.num_accepted_tokens < got.stats.num_draft_tokens
@@ -91,11 +93,11 @@ def test_a_text_is_that_of_generate_by_one_graph_of_each_shape(
 
 @pytest.mark.model
 @pytest.mark.usefixtures("real_model")
-@pytest.mark.parametrize("way", [BY_TORCH, BY_BACKEND], ids=["by torch", "compiled"])
-def test_so_is_that_of_a_trained_model(way: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", thinned(WAYS, "by torch"))
+def test_so_is_that_of_a_trained_model(name: str) -> None:
     loaded = lade.models.load(dtype="float32")
     ids = loaded.tokenizer("The cat sat on the mat. The cat", return_tensors="pt").input_ids
-    same_as_generate(loaded.model, ids, config=CONFIG, **LONG, **way)
+    same_as_generate(loaded.model, ids, config=CONFIG, **LONG, **WAYS[name])
 
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "gemma3_text"))
