@@ -2,7 +2,7 @@
 
 A block of 32 inputs is written as three signed digits of 8 bits per number, times one scale: 23
 bits and a sign beside the largest number of the block. The CPU multiplies a digit by the weights'
-small integers, 32 or 64 at once, and their sums are exact. Only when a block's sum joins the others is it
+small integers, 32 or 64 at once, and their sums are exact. Only when a sum joins the others is it
 rounded, to float32: results are as near to the exact ones as float32's, for any number of rows.
 
 16 columns are the lanes of a vector; a lane takes 4 inputs at once. Blocks are read where they are:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ngram_pool import NGramPool
+from ngram_pool._kernels import NONE
 from tests.ngram_pool.table_oracle import Context, OracleTable
 
 ALL_CONTEXTS = list(product(range(-1, 15), range(15)))
@@ -65,7 +66,8 @@ def test_a_table_knows_what_the_oracle_knows(capacity: int, sizes: list[int], se
         assert contents(pool) == expected_contents(oracle)
         assert pool.num_contexts == len(oracle.known)
     counts = sorted(known.count for known in oracle.known.values())
-    assert sorted(pool._harvested.arrays()["counts"].tolist()) == counts
+    held = pool._harvested.held
+    assert sorted(held.counts[held.keys != NONE].tolist()) == counts
 
 
 # --- memory ---------------------------------------------------------------------------------
