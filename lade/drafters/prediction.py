@@ -54,9 +54,7 @@ class _Row:
     #: Last sure position, and the tokens emitted since the text left it.
     anchor: int = 0
     since: list[int] = field(default_factory=list)
-    #: New tokens by old ones, and old ones that are not always replaced.
-    edits: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
-    not_edits: set[tuple[int, ...]] = field(default_factory=set)
+    edits: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)  # new by old tokens
 
 
 class Prediction(Drafter):
@@ -156,7 +154,7 @@ class Prediction(Drafter):
         """Return a position with the longest known edit of the tokens there."""
         for size in range(_LONGEST_EDIT if row.edits else 0, 0, -1):
             old = self._ids[start : start + size]
-            if len(old) == size and old in row.edits and old not in row.not_edits:
+            if len(old) == size and old in row.edits:
                 return _Position(start + size, row.edits[old], old)
         return _Position(start)
 
@@ -181,7 +179,8 @@ class Prediction(Drafter):
             return
         if not row.since:  # the position was sure
             row.anchor = row.position.next - len(row.position.edit)
-            row.not_edits.add(row.position.edit or self._with_edit(row, row.anchor).edit)
+            wrong = row.position.edit or self._with_edit(row, row.anchor).edit
+            row.edits.pop(wrong, None)
         row.since.append(token_id)
         self._find(row)
 
