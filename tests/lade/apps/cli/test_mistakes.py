@@ -48,7 +48,7 @@ def test_each_command_has_help_that_fits_a_terminal(command: str) -> None:
         if is_prose and after.strip() and not after.strip().startswith("•"):
             assert len(line.rstrip()) + 1 + len(after.split()[0]) > 76, line
     if command in ("generate", "bench"):
-        assert "https://ai.google.dev/gemma/terms)." in done.out  # whole
+        assert "https://ai.google.dev/gemma/terms)" in done.out  # whole
 
 
 def test_version_and_completion() -> None:
