@@ -22,7 +22,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
 import lade
-from lade.apps.bench.comparison import why_different
+from lade.apps.bench.report import why_different
 from lade.models import LoadedModel, load
 from lade.stats import ends_in_loop
 

@@ -51,10 +51,19 @@ def _greedy(model: Any = None, prompt: Any = PROMPT, **config: Any) -> Use:
     return Use(model, lambda: call().tolist(), lambda: plain().tolist(), pool)
 
 
+def _processed(input_ids: Any, scores: Any) -> Any:
+    return scores - input_ids.shape[1]
+
+
+def _asked(input_ids: Any, scores: Any, **_: Any) -> Any:
+    return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
 def sampled() -> Use:
-    """Rows of different lengths, sampled, with a processor and `on_step`."""
+    """Rows of different lengths, sampled, with functions of the caller's."""
     model, pool = _llama(), NGramPool(60, 3)
     options = _options(BATCH, do_sample=True, repetition_penalty=1.2, top_k=20)
+    options |= {"logits_processor": [_processed], "stopping_criteria": [_asked]}
 
     def ours() -> Any:
         said: list[list[int]] = [[], []]

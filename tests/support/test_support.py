@@ -43,17 +43,6 @@ def test_no_architecture_gets_a_wrong_token() -> None:
         assert found["tree"] >= 131
 
 
-#: A few of each kind of cache and position, for each run; all of them are exhaustive.
-FEW = ("gemma2", "gpt2", "falcon-alibi", "qwen2-window", "deepseek_v2", "mamba2", "bart", "llama4")
-
-
-@pytest.mark.parametrize("name", [name for name in FEW if name in support.all_names()])
-def test_of_each_kind_some_are_exact(name: str) -> None:
-    row = run_one(name, cases=QUICK_CASES[:1])
-    assert row.verdict == "exact", report.text_of(row)
-    assert row.speculates == row.should_speculate
-
-
 class FutureConfig(LlamaConfig):  # type: ignore[misc]
     model_type = "future"
 
