@@ -151,14 +151,15 @@ class Decoder:
         leaving = self._batch.drop_finished()
         if leaving:
             self._target.select(self._batch.running)
-        self._learn = learn
-        if not self._overlaps:
-            self._finish()
+        if self._overlaps:
+            self._learn = learn
+        else:
+            learn()
         if leaving:
             self._speculator.close(leaving)
 
     def _finish(self) -> None:
-        """Learn from the last step, unless that is done already."""
+        """Learn from the last step, if that was deferred."""
         learn, self._learn = self._learn, None
         if learn is not None:
             learn()
@@ -187,8 +188,9 @@ def accepted_paths(
     Returns:
         For each row the nodes at which tokens were emitted, in order from the root.
     """
-    paths: dict[Row, list[int]] = {row: [] for row in trees}
-    lengths = {row: len(row.token_ids) for row in trees}
+    paths, lengths = dict[Row, list[int]](), dict[Row, int]()
+    for row in trees:
+        paths[row], lengths[row] = [], len(row.token_ids)
     walking = dict.fromkeys(emitting, ROOT)
     while walking:
         asked = [*walking.items()]
