@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from benchmarks.environment import environment
 from benchmarks.prompts import Chosen
 from benchmarks.report import progress_bar, show
-from lade.apps.bench.methods import Lade
+from lade.apps.bench.methods import by_lade
 from lade.apps.bench.prompts import Prompt
 from lade.apps.cli.bench import describe_model
 from lade.apps.cli.generate import encode_prompts
@@ -94,7 +94,7 @@ def record_lessons(
 ) -> None:
     """Answer prompts with one pool, appending to `lessons` all but answers that end in loops."""
     drafter = LessonRecorder(NGramPool(seed=0), layers)
-    method = Lade(config, drafter=drafter)
+    method = by_lade(config, drafter=drafter)
     texts = [prompt.text for prompt in prompts]
     for inputs in encode_prompts(loaded, texts, settings.max_new_tokens):
         answer = method(loaded.model, inputs, settings.options())

@@ -135,9 +135,8 @@ class Decoder:
         """Let the drafter observe what was emitted; return the steps of the rows."""
         steps = []
         for row, path in paths.items():
-            stop = row.num_unpadded
             if path:
-                emitted = row.token_ids[stop - len(path) : stop]
+                emitted = row.token_ids[-len(path) :]
                 self._speculator.observe(row, emitted)
                 # A stopped row may end on a draft token; otherwise its last is the bonus token.
                 tree, last = plan.trees[row], len(path) - 1
@@ -194,7 +193,7 @@ def accepted_paths(
     while walking:
         asked = [*walking.items()]
         for (row, node), token_id in zip(asked, choice.tokens_at(asked), strict=True):
-            row.append(token_id)
+            row.token_ids.append(token_id)
             paths[row].append(node)
             walking[row] = trees[row].children.get((node, token_id), ROOT)  # nobody's child
         stop([*walking])

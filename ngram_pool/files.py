@@ -139,15 +139,6 @@ def check_begin(path: Path) -> None:
         _begin_of(file.read(_BEGIN_BYTES))
 
 
-def stamp_of(path: Path) -> bytes:
-    """Return bytes that identify the contents of a pool's file by its digest; b"" for no file."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(_BEGIN_BYTES)
-    except FileNotFoundError:
-        return b""
-
-
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """Open a pool's file; every `PoolFileError` names the file."""

@@ -32,7 +32,7 @@ pytestmark = [
 @pytest.fixture
 def served() -> Iterator[tuple[Any, str]]:
     """A page and its address."""
-    pytest.importorskip("gradio", reason='needs the extra: pip install "lade-decoding[web]"')
+    pytest.importorskip("gradio", reason='needs: pip install ".[web]"')
     names = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "chat_web.py"))
     model = tiny_model(vocab_size=256, eos_token_id=None, max_position_embeddings=2**15)
     tokenizer = byte_tokenizer()

@@ -36,7 +36,6 @@ ORDER = [
     *(
         "drafting",
         "sampling",
-        "attention",
         "targets",
         "forward",
     ),
@@ -154,7 +153,7 @@ def test_nothing_of_the_wheel_imports_benchmarks_or_tests() -> None:
 
 
 def test_lade_generate_runs_without_the_benchmark() -> None:
-    for name in ("generate", "serve", "prewarm"):
+    for name in ("generate", "serve"):
         imported = modules_of(ROOT / "lade" / "apps" / "cli" / f"{name}.py")
         assert not any(each.startswith("lade.apps.bench") for each in imported), name
 

@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList
 from lade.compat import CACHE, Model
 from lade.drafting.drafts import chain
 from lade.errors import UnsupportedModelError
-from lade.probing.factory import VerificationPlan, make_target
+from lade.probing.factory import VerificationPlan
 from lade.probing.plan import choose_for_drafting
 from lade.probing.profile import profile_of
 from lade.probing.rules import refuse_encoder_decoder
@@ -83,11 +83,8 @@ class Assistant:
         **_: Any,
     ) -> Any:
         """Decode greedily, until a token ends the text or is less sure than the threshold."""
-        token_ids, scores, ends = (
-            input_ids[0].tolist(),
-            list[Tensor](),
-            generation_config.eos_token_id,
-        )
+        token_ids, scores = input_ids[0].tolist(), list[Tensor]()
+        ends = generation_config.eos_token_id
         ends = [ends] if isinstance(ends, int) else ends or []
         processors = LogitsProcessorList(logits_processor or ())
         threshold = generation_config.assistant_confidence_threshold or 0.0
@@ -142,14 +139,5 @@ class Assistant:
         """Run the beginning of a text, by the arguments that `generate` prepares."""
         self._target, self._held, self._run = None, token_ids, []
         num_new = max(1, self._max_length - len(token_ids))
-
-        def begin(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
-            for unwanted in ("logits_processor", "stopping_criteria"):
-                prepared.pop(unwanted, None)
-            self._target = make_target(
-                self._model, input_ids, prepared, self._plan, num_new, generation_config
-            )
-            return input_ids
-
-        Plain(self._model, token_ids).generate(num_new=num_new, custom_generate=begin)
+        self._target = Plain(self._model, token_ids).target(self._model, self._plan, num_new)
         self._target.prefill()

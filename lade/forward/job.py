@@ -26,7 +26,6 @@ from torch.nn.modules import module as torch_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
-from lade.attention.packed import Calls
 from lade.compat import CACHE, Model, dtype_of, has_hook
 from lade.compat.attempts import Attempt
 from lade.compat.closeness import limit_of
@@ -53,6 +52,7 @@ from lade.machine.threads import alone
 from lade.targets.inputs import LOGITS_KEPT
 from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache, TreeCacheLayer
+from lade.targets.parts import Calls
 from lade.targets.rows import MOST_AT_ONCE
 
 # Tokens of the forwards by which it is found out whether jobs are faster; as a machine may be busy,

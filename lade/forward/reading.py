@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from lade.attention.masks import AttentionSpan
 from lade.compat import CACHE, Model, attention_of, placeholders_of
 from lade.compat.attempts import Attempt
 from lade.errors import UnsupportedModelError
@@ -38,6 +37,7 @@ from lade.forward.watching import (
     watch,
 )
 from lade.targets.layout import tree_layout
+from lade.targets.masks import AttentionSpan
 
 # Arguments of attention that a plan contains, or that do not change the result.
 _HONOURED = {

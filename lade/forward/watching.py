@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
-from lade.attention.masks import FULL, AttentionSpan
 from lade.compat import Model, does_nothing, placeholders_of
 from lade.compat.attempts import Attempt
 from lade.compat.view import HOOKED, apart, with_attention, with_eager_experts, wraps_own_forward
@@ -30,6 +29,7 @@ from lade.forward.comparing import UnsupportedForwardError, require
 from lade.forward.packed import PackedConv1D, PackedEmbedding, PackedLinear, PackedStack
 from lade.forward.trace import Trace, Value
 from lade.machine.generators import are_random_states, put_back, random_states
+from lade.targets.masks import FULL, AttentionSpan
 
 _POSITIONS = [0, 1, 2, 1_000_003, 1_000_004]  # of the watched forward
 _OTHERS = [0, 1, 900_001]  # of another one

@@ -16,13 +16,12 @@ from torch._dynamo.backends.registry import lookup_backend
 from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
 
 import lade
-from lade.attention.packed import PACKED_SDPA
 from lade.compat import CACHE, start_compiler
-from lade.probing.plan import repeats_keys
 from lade.probing.profile import profile_of
 from lade.probing.proof import Distances
 from lade.targets import static
 from lade.targets.layout import tree_layout
+from lade.targets.parts import TREE_SDPA
 from lade.targets.static import StaticSteps, StaticTarget
 from lade.tree import Tree
 from tests.grids import thinned, thinned_rows
@@ -260,7 +259,7 @@ def test_on_a_device_that_has_no_numbers_no_step_mixes_devices_or_waits(family: 
     """The meta device stands in for a GPU: it refuses what reads a number, or takes two devices."""
     model, ids = model_of(family).to("meta"), torch.full((1, 30), 5, device="meta")
     given = {"use_cache": True}, tree_layout(model), 40, GenerationConfig()
-    for attention in (None, PACKED_SDPA)[: 1 + (model.config._attn_implementation == "sdpa")]:
+    for attention in (None, TREE_SDPA)[: 1 + (model.config._attn_implementation == "sdpa")]:
         target = StaticTarget(model, ids, *given, attention, steps=None)
         assert target.prefill().device.type == "meta"
         for parents in ([-1, 0, -1, 2], [], [*range(-1, 14)], [-1, 0]):
@@ -270,13 +269,3 @@ def test_on_a_device_that_has_no_numbers_no_step_mixes_devices_or_waits(family: 
         target.forward_roots([tree.without_draft()])
         held = target.hand_over(DynamicCache(config=model.config))
         assert {layer.keys.device.type for layer in held.layers} == {"meta"}
-
-
-def test_keys_of_many_slots_are_not_copied_for_all_query_heads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = tiny_model("llama")
-    assert not repeats_keys(model, None)
-    monkeypatch.setattr("lade.probing.plan.device_of_inputs", lambda _: torch.device("cuda"))
-    assert repeats_keys(model, None)
-    assert not repeats_keys(model, PACKED_SDPA)
