@@ -52,7 +52,6 @@ from lade.machine.threads import alone
 from lade.targets.inputs import LOGITS_KEPT
 from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache
-from lade.targets.parts import Calls
 from lade.targets.rows import MOST_AT_ONCE
 
 # Tokens of the forwards by which it is found out whether jobs are faster; as a machine may be busy,
@@ -490,11 +489,12 @@ class FusedForwards:
         require(by_kind.keys() >= {*self._kinds}, "some masks are missing")
         held: Sequence[TreeCache] = [cache] if isinstance(cache, TreeCache) else cache.caches
         nodes, kinds = [slice(0, num)], [*map(by_kind.get, self._kinds)]
-        of_parts, parts = [kinds], []
+        of_parts: list[Any] = [kinds]
         if isinstance(cache, JointCache):
             calls: list[Any] = [getattr(each, "_lade_calls", None) for each in kinds]
             require(None not in calls, "the masks of calls are lost")
             nodes, of_parts = calls[0].nodes, [*zip(*[each.masks for each in calls], strict=True)]
+        parts = list[_ForwardPart]()
         for own, of_part, masks in zip(held, nodes, of_parts, strict=True):
             require(len(own.held) == len(self._states), "its cache is of another kind")
             size = of_part.stop - of_part.start

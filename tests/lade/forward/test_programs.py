@@ -46,8 +46,8 @@ def results(rows: TokenRows, source: Written, outputs: list[Value]) -> list[tupl
         taken = [f"{kind}(given[{i}], {size})" for i, (kind, size) in enumerate(pairs)]
         run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
         run(address_of(source.text, taken, source.tables))(_addresses(given).ctypes.data)
-        pairs = zip(made, wanted, strict=True)
-        found += [(torch.tensor(x), torch.tensor(y).float()) for x, y in pairs]
+        results = zip(made, wanted, strict=True)
+        found += [(torch.tensor(x), torch.tensor(y).float()) for x, y in results]
     return found
 
 
