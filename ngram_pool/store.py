@@ -10,16 +10,19 @@ import atexit
 import hashlib
 import os
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from filelock import FileLock, Timeout
+from sortedcontainers import SortedKeyList
 
 from ngram_pool.arrays import positive
 from ngram_pool.errors import NewerPoolFileError, PoolFileError
@@ -62,6 +65,7 @@ class _Entry:
     pool: NGramPool | None = None
     writing: FileLock | None = None  # while this process alone may write the file
     saved: tuple[int, float] = 0, 0.0  # `_learned` of the pool when it was last saved or loaded
+    used: float = 0.0  # time of the last use
 
     @property
     def has_learned(self) -> bool:
@@ -145,7 +149,9 @@ class PoolStore:
         sweep(self.folder)
         self._is_closed = False
         self._lock = threading.RLock()  # for all attributes below; never held during a wait
-        self._entries: dict[str, _Entry] = {}  # by stem, the one closed longest ago first
+        self._entries: dict[str, _Entry] = {}  # by stem
+        # The entries without users, the one used longest ago first.
+        self._idle: SortedKeyList[_Entry, float] = SortedKeyList(key=attrgetter("used"))
         self._disk_bytes = self.disk_bytes + 1  # at least the bytes of all files; not known yet
         self._counted = dict.fromkeys(("loaded", "saved", "failed", "evicted", "dropped"), 0)
         self._done = threading.Event()
@@ -286,13 +292,16 @@ class PoolStore:
             if self._is_closed:
                 raise ValueError("expected an open store, got a closed one")
             entry = self._entries.setdefault(stem, _Entry(name, self.folder / f"{stem}.pool"))
+            self._idle.discard(entry)
             entry.num_users += 1
         return entry
 
     def _release(self, entry: _Entry) -> None:
         with self._lock:
             entry.num_users -= 1
-            self._entries[entry.path.stem] = self._entries.pop(entry.path.stem)
+            if not entry.num_users:
+                entry.used = time.monotonic()
+                self._idle.add(entry)
             self._let_go(entry)
 
     def _let_go(self, entry: _Entry) -> None:
@@ -303,6 +312,7 @@ class PoolStore:
             if entry.num_users or has_unsaved or self._entries.get(entry.path.stem) is not entry:
                 return
             del self._entries[entry.path.stem]
+            self._idle.discard(entry)
             self._counted["evicted"] += pool is not None
             entry.pool, lock, entry.writing = None, entry.writing, None
             if lock is not None:
@@ -312,15 +322,16 @@ class PoolStore:
 
     def _settle(self) -> None:
         """Save the pools used longest ago, which leave memory, while all exceed its budget."""
-        for entry in list(self._entries.values()):
+        with self._lock:
+            idle = [*self._idle]
+        for entry in idle:
             with self._lock:
                 pools = [e.pool for e in self._entries.values() if e.pool is not None]
             taken = sum(pool.nbytes for pool in pools)
             if taken <= self.memory_bytes and len(pools) <= _MOST_IN_MEMORY:
                 break
             try:
-                if not entry.num_users:
-                    self._save_one(entry)
+                self._save_one(entry)
             except (OSError, ValueError) as error:
                 self._count("failed")
                 warnings.warn(
