@@ -45,23 +45,20 @@ class Assistant:
 
     Args:
         model: is not changed.
-        plan: how to run it, by `plan_for`.
         max_length: of a text.
         options: of assisted generation, in place of those of the model's generation config.
         num_drafted: exclusive upper bound of the token ids in a draft; None for all of the model.
+
+    Raises:
+        UnsupportedModelError: no method is known to go back in the model's cache.
     """
 
     def __init__(
-        self,
-        model: Model,
-        plan: VerificationPlan,
-        max_length: int,
-        options: Mapping[str, Any],
-        num_drafted: int | None,
+        self, model: Model, max_length: int, options: Mapping[str, Any], num_drafted: int | None
     ) -> None:
         self.generation_config = copy.deepcopy(model.generation_config)
         self.generation_config.update(**options)
-        self._model, self._plan, self._max_length = model, plan, max_length
+        self._model, self._plan, self._max_length = model, plan_for(model), max_length
         self._num_drafted = num_drafted
         self._num_ids: int = model.config.get_text_config(decoder=True).vocab_size
         self._target: Any = None
