@@ -141,7 +141,7 @@ def run(
         "left_out": left_out,
         "first_layers": given.num_layers,
         "interrupted": kept.by is not None,
-        "config": {n: v for n, v in vars(config).items() if v != getattr(Config(), n)},
+        "config": {n: v for n, v in asdict(config).items() if v != asdict(Config())[n]},
         "verification": verification,
         "assistant": "self:int8" if assisted else None,
     }
