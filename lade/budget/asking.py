@@ -1,9 +1,9 @@
-"""Whether to ask a source of drafts, and for how many tokens, K: by measured costs and gains.
+"""Whether to ask a source of drafts: by measured costs and gains.
 
 A source is worth asking if the tokens that it adds to the drafts of cheaper sources save more
 seconds than asking takes. How many it adds depends on how sure the cheaper sources are, so the gain
 is learned for a few levels of that, and on the text, so each call learns it again. The cost of a
-draft is kept between calls. A model's draft is extended by the same numbers.
+draft is kept between calls.
 """
 
 import math
