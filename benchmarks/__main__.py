@@ -3,23 +3,23 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from benchmarks.prompts import Chosen, Half, choose
 from lade.apps.cli import line_of
 from lade.apps.cli.options import (
-    DraftOptions,
-    DtypeOption,
-    JsonOption,
+    IS_FILE,
+    JSON,
     LoadOptions,
-    MaxNewTokensOption,
-    ModelOption,
     SamplingOptions,
-    ThreadsOption,
     grouped,
+    length,
+    load_model,
     of_drafting,
+    of_model,
+    option,
 )
 from lade.models.settings import Settings
 
@@ -31,85 +31,61 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-PromptsOption = Annotated[
-    Path, typer.Option(help="As for lade bench.", exists=True, dir_okay=False)
-]
-LimitOption = Annotated[
-    int | None, typer.Option(min=1, help="Use N prompts, spread over the file.")
-]
-HalfOption = Annotated[
-    Half | None, typer.Option(help="Use one half of the file, by the ids of prompts.")
-]
+# Options of several commands; those without a default are required.
+PROMPTS: Any = option(help="As for lade bench.", **IS_FILE)
+LIMIT: Any = option(None, min=1, help="Use N prompts, spread over the file.")
+HALF: Any = option(None, help="Use one half of the file, by the ids of prompts.")
+METHODS: Any = option(None, metavar="NAMES", help="Comma-separated; an unknown name lists all.")
+MODEL: Any = of_model(None, metavar="ID", help="As for lade.")
+DTYPE: Any = of_model(None, metavar="NAME", help="As for lade.")
+THREADS: Any = of_model(None, help="As for lade.")
+
+
+def numbered(default: str, help_text: str, *names: str) -> Any:
+    """Return an option of several numbers."""
+    return option(default, *names, metavar="N,…", help=f"{help_text}, comma-separated [{default}].")
+
+
+def sizes(default: str) -> Any:
+    """Return the option of numbers of draft tokens."""
+    return numbered(default, "Draft tokens of a step", "--max-draft-tokens")
 
 
 @dataclass(frozen=True)
 class PromptChoice:
     """The prompts of a run."""
 
-    prompts: PromptsOption
-    limit: LimitOption = None
-    half: HalfOption = None
+    prompts: Path = PROMPTS
+    limit: int | None = LIMIT
+    half: Half | None = HALF
 
     def chosen(self) -> Chosen:
         """Read them."""
         return choose(self.prompts, self.limit, self.half)
 
 
-MethodsOption = Annotated[
-    str | None,
-    typer.Option(metavar="NAMES", help="Comma-separated; an unknown name lists all."),
-]
-SizesOption = Annotated[
-    str,
-    typer.Option(
-        "--max-draft-tokens",
-        metavar="N,…",
-        help="Comma-separated: verify up to N draft tokens in every step.",
-    ),
-]
-_CONTEXTS = [50, 500, 2000]
-ContextOption = Annotated[list[int], typer.Option(min=1, help="Tokens before; may be repeated.")]
-ShapeOption = Annotated[str | None, typer.Option(help="A shape of random weights: 1b or 8b.")]
-BatchSizeOption = Annotated[
-    int, typer.Option("--batch-size", min=1, help="Answer N prompts at once.")
-]
-PassesOption = Annotated[int, typer.Option(min=1, help="Do everything N times.")]
-TableOption = Annotated[
-    Path | None, typer.Option(help="What lade prewarm made.", exists=True, dir_okay=False)
-]
-
-
-def file_argument(metavar: str, help_text: str) -> Any:
-    """Return an argument that is a file."""
-    return typer.Argument(metavar=metavar, help=help_text, exists=True, dir_okay=False)
-
-
 @app.command("run")
 @grouped
 def run_methods(
     *,
-    prompts: PromptsOption,
-    methods: MethodsOption = None,
-    max_new_tokens: MaxNewTokensOption = 128,
-    batch_size: BatchSizeOption = 1,
-    num_return_sequences: Annotated[int, typer.Option(min=1, help="Answers to a prompt.")] = 1,
-    limit: LimitOption = None,
-    half: HalfOption = None,
-    categories: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Comma-separated; those of the file.")
-    ] = None,
-    passes: PassesOption = 1,
+    prompts: Path = PROMPTS,
+    methods: str | None = METHODS,
+    max_new_tokens: int = length(128),
+    batch_size: int = option(1, min=1, help="Answer N prompts at once [1]."),
+    num_return_sequences: int = option(1, min=1, help="Answers to a prompt [1]."),
+    limit: int | None = LIMIT,
+    half: Half | None = HALF,
+    categories: str | None = option(None, metavar="NAMES", help="Comma-separated, of the file."),
+    passes: int = option(1, min=1, help="Do everything N times [1]."),
     loading: LoadOptions,
     sampling: SamplingOptions,
-    drafting: DraftOptions,
-    first_layers: Annotated[
-        int | None, of_drafting(min=1, help="Let the first N layers of the model draft, too.")
-    ] = None,
-    max_draft_tokens: Annotated[
-        int | None,
-        of_drafting(min=0, help="Verify up to N in every step. Without it, measured time decides."),
-    ] = None,
-    json: JsonOption = None,
+    first_layers: int | None = of_drafting(
+        None, min=1, help="Let the first N layers of the model draft, too."
+    ),
+    max_draft_tokens: int | None = of_drafting(
+        None, min=0, help="Verify up to N in every step [by measured time]."
+    ),
+    json: Path | None = JSON,
 ) -> None:
     """Compare any methods, those of lade bench and many more, on a file of prompts."""
     from benchmarks.methods import Given
@@ -124,23 +100,10 @@ def run_methods(
         num_return_sequences=num_return_sequences,
         passes=passes,
     )
-    chosen_methods = choose_methods(methods, drafting, first_layers)
+    chosen_methods = choose_methods(methods, first_layers)
     given = Given(Config(max_draft_tokens=max_draft_tokens), num_layers=first_layers)
     chosen = choose(prompts, limit, half, categories)
-    run(loading.load(), chosen, chosen_methods, settings, given, json, drafting)
-
-
-@app.command("publish")
-@grouped
-def publish_result(
-    *,
-    result: Annotated[Path, typer.Argument(metavar="RESULT", exists=True, dir_okay=False)],
-    out: Annotated[Path, typer.Argument(help="In docs/results.")],
-) -> None:
-    """Write what the pages show of a result file: its summary and totals."""
-    from benchmarks.publish import publish
-
-    publish(result, out)
+    run(loading.load(), chosen, chosen_methods, settings, given, json)
 
 
 @app.command("arena")
@@ -148,20 +111,17 @@ def publish_result(
 def run_arena(
     *,
     asked: PromptChoice,
-    methods: MethodsOption = None,
-    max_draft_tokens: SizesOption = "8,16,32",
-    max_new_tokens: MaxNewTokensOption = 96,
-    costs: Annotated[
-        Path | None,
-        typer.Option(
-            help="A result of forwards: tell tokens a second by these costs, and the best sizes.",
-            exists=True,
-            dir_okay=False,
-        ),
-    ] = None,
-    model: ModelOption = None,
-    dtype: DtypeOption = None,
-    json: JsonOption = None,
+    methods: str | None = METHODS,
+    max_draft_tokens: str = sizes("8,16,32"),
+    max_new_tokens: int = length(96),
+    costs: Path | None = option(
+        None,
+        help="A result of forwards: tell tokens a second by these costs, and the best sizes.",
+        **IS_FILE,
+    ),
+    model: str | None = MODEL,
+    dtype: str | None = DTYPE,
+    json: Path | None = JSON,
 ) -> None:
     """Compare drafters live, on the same texts and with equal numbers of draft tokens.
 
@@ -172,23 +132,23 @@ def run_arena(
     from benchmarks.arena import METHODS, run
     from benchmarks.methods import named, numbers
 
-    names, sizes = named(methods, METHODS), numbers(max_draft_tokens)
+    names, draft_sizes = named(methods, METHODS), numbers(max_draft_tokens)
     chosen = asked.chosen()
-    loaded = LoadOptions(model, dtype=dtype).load()
-    run(loaded, chosen, names, sizes, Settings(max_new_tokens), json, costs)
+    loaded = load_model(model, dtype=dtype)
+    run(loaded, chosen, names, draft_sizes, Settings(max_new_tokens), json, costs)
 
 
 @app.command("fit")
 @grouped
 def run_fit(
     *,
-    prompts: PromptsOption,
-    max_new_tokens: MaxNewTokensOption = 128,
-    limit: LimitOption = None,
-    half: HalfOption = Half.fit,
-    model: ModelOption = None,
-    dtype: DtypeOption = None,
-    json: JsonOption = None,
+    prompts: Path = PROMPTS,
+    max_new_tokens: int = length(128),
+    limit: int | None = LIMIT,
+    half: Half | None = option(Half.fit, help="Use one half of the file [fit]."),
+    model: str | None = MODEL,
+    dtype: str | None = DTYPE,
+    json: Path | None = JSON,
 ) -> None:
     """Fit the weights that new pools begin with, and print them as in ngram_pool/weights.py.
 
@@ -198,28 +158,23 @@ def run_fit(
     from benchmarks.fit import run
 
     chosen = choose(prompts, limit, half)
-    run(LoadOptions(model, dtype=dtype).load(), chosen, Settings(max_new_tokens), json)
+    run(load_model(model, dtype=dtype), chosen, Settings(max_new_tokens), json)
 
 
 @app.command("serve")
 @grouped
 def run_serve(
     *,
-    servers: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="NAME=URL…",
-            help="Servers that are running, as plain=http://localhost:8000; the others are "
-            "compared with the first.",
-        ),
-    ],
-    prompts: PromptsOption,
-    clients: Annotated[
-        str, typer.Option(metavar="N,…", help="Comma-separated: clients that ask at once.")
-    ] = "1",
-    max_new_tokens: MaxNewTokensOption = 128,
-    limit: LimitOption = None,
-    json: JsonOption = None,
+    servers: list[str] = typer.Argument(
+        metavar="NAME=URL…",
+        help="Servers that are running, as plain=http://localhost:8000; the others are compared "
+        "with the first.",
+    ),
+    prompts: Path = PROMPTS,
+    clients: str = numbered("1", "Clients that ask at once"),
+    max_new_tokens: int = length(128),
+    limit: int | None = LIMIT,
+    json: Path | None = JSON,
 ) -> None:
     """Compare OpenAI-compatible servers: tokens a second, time to the first token.
 
@@ -236,27 +191,21 @@ def run_serve(
 @grouped
 def run_engines(
     *,
-    prompts: Annotated[
-        list[Path], typer.Option(help="May be repeated.", exists=True, dir_okay=False)
-    ],
-    methods: MethodsOption = None,
-    concurrency: Annotated[
-        str, typer.Option(metavar="N,…", help="Comma-separated: requests at once.")
-    ] = "1,4,16,64",
-    max_new_tokens: MaxNewTokensOption = 64,
-    prewarmed: TableOption = None,
-    limit: LimitOption = None,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check",
-            help="Run in float32, and fail unless every method's answers have plain's tokens.",
-        ),
-    ] = False,
-    model: ModelOption = None,
-    dtype: DtypeOption = None,
-    threads: ThreadsOption = None,
-    json: JsonOption = None,
+    prompts: list[Path] = option(help="May be repeated.", **IS_FILE),
+    methods: str | None = METHODS,
+    concurrency: str = numbered("1,4,16,64", "Requests at once"),
+    max_new_tokens: int = length(64),
+    prewarmed: Path | None = option(None, help="What lade prewarm made.", **IS_FILE),
+    limit: int | None = LIMIT,
+    check: bool = option(
+        False,
+        "--check",
+        help="Run in float32, and fail unless every method's answers have plain's tokens.",
+    ),
+    model: str | None = MODEL,
+    dtype: str | None = DTYPE,
+    threads: int | None = THREADS,
+    json: Path | None = JSON,
 ) -> None:
     """Compare methods of speculative decoding in vLLM, with many requests at once.
 
@@ -287,19 +236,21 @@ def run_engines(
 @grouped
 def run_forwards(
     *,
-    model: ModelOption = None,
-    shape: ShapeOption = None,
-    context: ContextOption = _CONTEXTS,
-    dtype: DtypeOption = None,
-    threads: ThreadsOption = None,
-    json: JsonOption = None,
+    model: str | None = MODEL,
+    shape: str | None = option(None, help="A shape of random weights: 1b or 8b."),
+    context: str = numbered("50,500,2000", "Tokens before"),
+    dtype: str | None = DTYPE,
+    threads: int | None = THREADS,
+    json: Path | None = JSON,
 ) -> None:
     """Time forwards by their number of tokens, by torch and by lade, beside reading all weights."""
     from benchmarks.forwards import run, shaped
+    from benchmarks.methods import numbers
 
-    options = LoadOptions(model, "cpu", dtype, threads)
-    loaded = options.load() if shape is None else shaped(shape, options)
-    run(loaded, context, json)
+    how: dict[str, Any] = {"dtype": dtype, "threads": threads}
+    contexts = numbers(context)
+    loaded = load_model(model, device="cpu", **how) if shape is None else shaped(shape, **how)
+    run(loaded, contexts, json)
 
 
 @app.command("cpu-engines")
@@ -307,11 +258,11 @@ def run_forwards(
 def run_cpu_engines(
     *,
     asked: PromptChoice,
-    max_new_tokens: MaxNewTokensOption = 96,
-    model: ModelOption = None,
-    dtype: DtypeOption = None,
-    threads: ThreadsOption = None,
-    json: JsonOption = None,
+    max_new_tokens: int = length(96),
+    model: str | None = MODEL,
+    dtype: str | None = DTYPE,
+    threads: int | None = THREADS,
+    json: Path | None = JSON,
 ) -> None:
     """Compare lade with transformers, OpenVINO GenAI and llama.cpp on a CPU, on the same weights.
 
@@ -324,17 +275,16 @@ def run_cpu_engines(
     if dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"expected --dtype float32 or bfloat16, got {dtype}")
     chosen = asked.chosen()
-    run(LoadOptions(model, "cpu", dtype, threads).load(), chosen, max_new_tokens, json)
+    loaded = load_model(model, device="cpu", dtype=dtype, threads=threads)
+    run(loaded, chosen, max_new_tokens, json)
 
 
 @app.command("pool")
 @grouped
 def run_pool(
     *,
-    max_tokens: Annotated[
-        int, typer.Option(min=10_000, help="The largest; from 10^4 up, by tens.")
-    ] = 10**7,
-    json: JsonOption = None,
+    max_tokens: int = option(10**7, min=10_000, help="The largest; from 10^4 up, by tens [10^7]."),
+    json: Path | None = JSON,
 ) -> None:
     """Time the n-gram pool alone, observing tokens and drafting, as it fills."""
     from benchmarks.pool import run
@@ -346,9 +296,9 @@ def run_pool(
 @grouped
 def run_predictions(
     *,
-    rounds: PassesOption = 3,
+    rounds: int = option(3, min=1, help="Do everything N times [3]."),
     loading: LoadOptions,
-    json: JsonOption = None,
+    json: Path | None = JSON,
 ) -> None:
     """Time edits of a text with the text as the prediction, without, and by prompt lookup."""
     from benchmarks.predictions import run
@@ -361,18 +311,17 @@ def run_predictions(
 def run_budget(
     *,
     asked: PromptChoice,
-    max_draft_tokens: SizesOption = "0,4,7,11,15,23,31",
-    processes: Annotated[
-        int, typer.Option(min=1, help="Fresh processes by jobs, and as many by torch alone.")
-    ] = 5,
-    minutes: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Begin no prompt after T minutes, shared by all processes."),
-    ] = None,
-    max_new_tokens: MaxNewTokensOption = 96,
-    model: ModelOption = None,
-    threads: ThreadsOption = None,
-    json: JsonOption = None,
+    max_draft_tokens: str = sizes("0,4,7,11,15,23,31"),
+    processes: int = option(
+        5, min=1, help="Fresh processes by jobs, and as many by torch alone [5]."
+    ),
+    minutes: float | None = option(
+        None, min=0.0, help="Begin no prompt after T minutes, shared by all processes."
+    ),
+    max_new_tokens: int = length(96),
+    model: str | None = MODEL,
+    threads: int | None = THREADS,
+    json: Path | None = JSON,
 ) -> None:
     """Compare the budget's numbers of draft tokens with fixed ones, in float32 on a CPU.
 
@@ -387,27 +336,13 @@ def run_budget(
     run(model, chosen, {**shared, "threads": threads}, processes, minutes, json)
 
 
-@app.command("sameness")
-@grouped
-def run_sameness(
-    *,
-    asked: PromptChoice,
-    max_new_tokens: MaxNewTokensOption = 128,
-    loading: LoadOptions,
-    json: JsonOption = None,
-) -> None:
-    """Count the answers of float32, whatever is drafted, batched, kept or busy."""
-    from benchmarks.sameness import run
-
-    run(loading.load(), asked.chosen(), max_new_tokens, json)
-
-
 @app.command("generators")
+@grouped
 def run_generators(
     *,
-    max_new_tokens: MaxNewTokensOption = 96,
-    rounds: Annotated[int, typer.Option(min=1, help="Measured runs, after one more.")] = 5,
-    json: JsonOption = None,
+    max_new_tokens: int = length(96),
+    rounds: int = option(5, min=1, help="Measured runs, after one more [5]."),
+    json: Path | None = JSON,
 ) -> None:
     """Compare transformers' candidate generators as drafters with transformers' own loop."""
     from benchmarks.generators import run
@@ -420,13 +355,13 @@ def run_generators(
 def run_prewarming(
     *,
     asked: PromptChoice,
-    minutes: Annotated[
-        str, typer.Option(metavar="T,…", help="Comma-separated: of a table, in rising order.")
-    ] = "1,2,5,10,30,60",
-    max_draft_tokens: SizesOption = "7,15",
-    max_new_tokens: MaxNewTokensOption = 96,
+    minutes: str = option(
+        "1,2,5,10,30,60", metavar="T,…", help="Of a table, comma-separated [1,2,5,10,30,60]."
+    ),
+    max_draft_tokens: str = sizes("7,15"),
+    max_new_tokens: int = length(96),
     loading: LoadOptions,
-    json: JsonOption = None,
+    json: Path | None = JSON,
 ) -> None:
     """Make a table of the model's likely tokens, and tell what it brings as it grows."""
     from benchmarks.methods import numbers
@@ -442,23 +377,18 @@ def run_prewarming(
 @grouped
 def run_gpu(
     *,
-    shapes: Annotated[
-        str,
-        typer.Option(
-            metavar="NAMES",
-            help="Comma-separated: 1b and 8b, of the sizes of Llama-3.2-1B and Llama-3.1-8B; "
-            "tiny and 1b_short are for a CPU.",
-        ),
-    ] = "8b,1b",
-    stages: Annotated[
-        str | None,
-        typer.Option(metavar="NAMES", help="Comma-separated; an unknown name lists all."),
-    ] = None,
-    device: Annotated[str, typer.Option(metavar="NAME", help="cuda, cuda:1, …, or cpu.")] = "cuda",
-    minutes: Annotated[
-        float, typer.Option(min=0.0, help="End after T minutes, and list what was not run.")
-    ] = 7.5,
-    json: JsonOption = None,
+    shapes: str = option(
+        "8b,1b",
+        metavar="NAMES",
+        help="Comma-separated: 1b and 8b, of the sizes of Llama-3.2-1B and Llama-3.1-8B; tiny is "
+        "for a CPU [8b,1b].",
+    ),
+    stages: str | None = METHODS,
+    device: str = option("cuda", metavar="NAME", help="cuda, cuda:1, …, or cpu [cuda]."),
+    minutes: float = option(
+        7.5, min=0.0, help="End after T minutes, and list what was not run [7.5]."
+    ),
+    json: Path | None = JSON,
 ) -> None:
     """Compare texts, steps and whole calls on a GPU with generate, with random weights.
 

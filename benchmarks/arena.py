@@ -25,11 +25,12 @@ from benchmarks.environment import environment
 from benchmarks.methods import METHODS as ALL_METHODS
 from benchmarks.methods import Given
 from benchmarks.prompts import Chosen, fingerprint
-from benchmarks.report import Keeping, msec_text, progress_bar, rounded, share_text, sheet, show
+from benchmarks.report import Keeping, msec_text, progress_bar, share_text, sheet, show
 from benchmarks.rivals.catalogue import RIVALS
-from lade.apps.bench.methods import Method, plain
+from lade.apps.bench.methods import Answer, Method, plain
 from lade.apps.bench.prompts import Prompt
 from lade.apps.bench.report import LOOPS, OVERALL, groups
+from lade.apps.bench.run import Result, stats_of
 from lade.apps.cli.bench import describe_model
 from lade.apps.cli.generate import encode_prompts
 from lade.config import Config
@@ -37,7 +38,7 @@ from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
 from lade.prewarming.tables import table_for
 from lade.probing.plan import probe
-from lade.stats import DecodeStats, ends_in_loop
+from lade.stats import ends_in_loop
 
 #: The methods that draft nothing but what they verify; without a table, two of lade's are the same.
 METHODS = {
@@ -48,21 +49,6 @@ METHODS = {
     )
 }
 _NUM_BEFORE = 300  # tokens of prompt and answer before a step, in about the middle of such prompts
-
-
-class Entry(NamedTuple):
-    """One answer of one method with one draft size."""
-
-    prompt: Prompt
-    loops: bool  # whether the text ends in a loop
-    method: str
-    max_draft_tokens: int
-    stats: DecodeStats
-
-    @property
-    def category(self) -> str:
-        """The category of the prompt."""
-        return self.prompt.category
 
 
 class Point(NamedTuple):
@@ -117,13 +103,13 @@ def run_arena(
     settings: Settings,
     config: Config,
     *,
-    entries: list[Entry],
+    results: list[Result],
     on_answer: Callable[[], None] = lambda: None,
 ) -> None:
-    """Let every method write every text with every draft size, appending to `entries`.
+    """Let every method write every text with every draft size, appending a result a prompt.
 
     Each method starts afresh with every draft size, and keeps what it has learned from prompt to
-    prompt where it keeps anything. The entries of a prompt are appended together.
+    prompt where it keeps anything. Its answers are named by both.
 
     Raises:
         RuntimeError: a method wrote another text, which only a bug can cause.
@@ -139,49 +125,27 @@ def run_arena(
         (text,) = plain(loaded.model, given, options).rows
         same = LogitsProcessorList([SameText(given["input_ids"].shape[1], text)])
         forced = {**options, "max_new_tokens": len(text), "logits_processor": same}
-        done = []
+        answers: dict[str, Answer] = {}
         for (name, size), method in running.items():
-            answer = method(loaded.model, given, forced)
+            answers[f"{name} {size}"] = answer = method(loaded.model, given, forced)
             if answer.rows != [text]:
                 raise RuntimeError(f"expected {name} to write the text of generate")
-            done.append(Entry(prompt, ends_in_loop(text), name, size, answer.stats))
             on_answer()
-        entries += done
+        results.append(Result([prompt], len(text), answers, ends_in_loop(text)))
 
 
-def steps_by_prompt(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """Return for each prompt its tokens and the steps of every method, ready for JSON."""
-    by_prompt: dict[str, dict[str, Any]] = {}
-    for entry in entries:
-        known = by_prompt.setdefault(
-            entry.prompt.id,
-            {
-                "id": entry.prompt.id,
-                "category": entry.category,
-                "loops": entry.loops,
-                "num_tokens": entry.stats.num_tokens,
-                "num_steps": {},
-            },
-        )
-        of_method = known["num_steps"].setdefault(entry.method, {})
-        of_method[str(entry.max_draft_tokens)] = entry.stats.num_steps
-    return [*by_prompt.values()]
-
-
-def points(entries: Sequence[Entry], costs: ForwardCosts | None = None) -> list[Point]:
+def points(results: Sequence[Result], costs: ForwardCosts | None = None) -> list[Point]:
     """Sum up answers by group, in the order of their methods."""
     made = []
-    for group, part in groups(entries).items():
-        for method, size in dict.fromkeys((each.method, each.max_draft_tokens) for each in part):
-            of_run = [e for e in part if (e.method, e.max_draft_tokens) == (method, size)]
-            stats = DecodeStats()
-            for each in of_run:
-                stats.add(each.stats)
+    for group, part in groups(results).items():
+        for name in part[0].answers:
+            method, _, size = name.partition(" ")
+            stats = stats_of(result.answers[name] for result in part)
             sums = {name: getattr(stats, name) for name in Point._fields[4:-1]}
             if costs is not None:
                 of_steps = stats.mean_accepted_tokens, stats.draft_tokens_per_step
                 sums["tokens_per_sec"] = costs.tokens_per_sec(*of_steps)
-            made.append(Point(group, method, size, len(of_run), **sums))
+            made.append(Point(group, method, int(size), len(part), **sums))
     return made
 
 
@@ -229,12 +193,12 @@ def run(
     of_forwards = None if costs is None else ForwardCosts(costs)
     num_answers = len(chosen.prompts) * len(methods) * len(draft_sizes)
     prewarmed = table_for(loaded.model)
-    entries: list[Entry] = []
-    with Keeping(entries) as kept, progress_bar() as bars:
+    results: list[Result] = []
+    with Keeping(results) as kept, progress_bar() as bars:
         task = bars.add_task("answering", total=num_answers)
         run_arena(
             *(loaded, chosen.prompts, methods, draft_sizes, settings, Config()),
-            entries=entries,
+            results=results,
             on_answer=lambda: bars.advance(task),
         )
     described: dict[str, Any] = {
@@ -248,8 +212,8 @@ def run(
         "costs": None if costs is None else fingerprint(costs),
         "interrupted": kept.by is not None,
     }
-    measured = points(entries, of_forwards)
-    runs = [rounded(point._asdict()) for point in measured]
+    measured = points(results, of_forwards)
+    runs = [point._asdict() for point in measured if point.group == OVERALL]
     content = {"environment": environment(), "settings": described, "runs": runs}
-    show(file, {**content, "prompts": steps_by_prompt(entries)}, table(measured))
-    kept.end(f"stopped after {len(entries)} of {num_answers} answers")
+    show(file, content, table(measured))
+    kept.end(f"stopped after {len(results)} of {len(chosen.prompts)} prompts")

@@ -49,17 +49,17 @@ class Measured(NamedTuple):
 
 def measure(job: Job) -> Measured:
     """Answer prompts with every number of draft tokens in turn, in this process."""
-    from lade.apps.bench.methods import Lade
-    from lade.apps.cli.options import LoadOptions
+    from lade.apps.bench.methods import by_lade
+    from lade.apps.cli.options import load_model
     from lade.config import Config
     from lade.models.prompts import encode
     from lade.stats import DecodeStats
 
     begin = perf_counter()
-    loaded = LoadOptions(job.model, "cpu", "float32", job.threads).load()
+    loaded = load_model(job.model, device="cpu", dtype="float32", threads=job.threads)
     auto = Config(uses_kernels=job.uses_kernels)
-    ways = {AUTO: Lade(auto)}
-    ways |= {str(num): Lade(replace(auto, max_draft_tokens=num)) for num in job.numbers}
+    ways = {AUTO: by_lade(auto)}
+    ways |= {str(num): by_lade(replace(auto, max_draft_tokens=num)) for num in job.numbers}
     options, stats = Settings(job.max_new_tokens).options(), DecodeStats()
 
     def answer(text: str, name: str, **more: Any) -> tuple[int, float]:

@@ -29,7 +29,7 @@ from lade.apps.bench.methods import new_rows
 from lade.apps.cli.bench import describe_model
 from lade.apps.cli.generate import encode_prompts
 from lade.models import LoadedModel, encode
-from lade.models.gguf import gguf_in
+from lade.models.loading import gguf_in
 from lade.models.settings import Settings
 
 #: What is published of a method: sums over all prompts, divided; medians, of speeds over plain's

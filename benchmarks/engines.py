@@ -28,7 +28,6 @@ from benchmarks.report import (
     Keeping,
     msec_text,
     progress_bar,
-    rounded,
     share_text,
     sheet,
     show,
@@ -341,7 +340,7 @@ def run(
             for place, done in enumerate(passes):
                 summary = summarise(done, plain[place] if plain else None)
                 where = {"concurrency": done.concurrency, "pass": done.number}
-                rows.append({"method": method, **where, **rounded(summary)})
+                rows.append({"method": method, **where, **summary})
     settings = {
         "model": Path(job.model).name,
         "dtype": job.dtype,

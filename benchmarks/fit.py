@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from benchmarks.environment import environment
 from benchmarks.prompts import Chosen
 from benchmarks.report import progress_bar, show
-from lade.apps.bench.methods import Lade
+from lade.apps.bench.methods import by_lade
 from lade.apps.bench.prompts import Prompt
 from lade.apps.cli.bench import describe_model
 from lade.apps.cli.generate import encode_prompts
@@ -96,7 +96,8 @@ def record_lessons(
     texts = [prompt.text for prompt in prompts]
     for inputs in encode_prompts(loaded, texts, settings.max_new_tokens):
         drafter = LessonRecorder(NGramPool(seed=0), layers)
-        answer = Lade(config, drafter=drafter)(loaded.model, inputs, settings.options())
+        method = by_lade(config, drafter=drafter)
+        answer = method(loaded.model, inputs, settings.options())
         if not ends_in_loop(answer.rows[0]):
             lessons.append(drafter.lessons[-1])
         on_answer()

@@ -13,7 +13,6 @@ from transformers import GenerationConfig
 from benchmarks.environment import environment
 from benchmarks.report import progress_bar, sheet, show
 from benchmarks.shapes import SHAPES, make_model
-from lade.apps.cli.options import LoadOptions
 from lade.compat import Model
 from lade.drafting.drafts import draft_of
 from lade.models.loading import LoadedModel
@@ -54,13 +53,13 @@ def run(loaded: LoadedModel, contexts: Sequence[int], file: Path | None) -> None
     show(file, content, sheet_of(seconds, reading))
 
 
-def shaped(name: str, options: LoadOptions) -> LoadedModel:
+def shaped(name: str, dtype: str | None, threads: int | None) -> LoadedModel:
     """Return a model of a shape with random weights, of the threads and the format asked for."""
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    if threads is not None:
+        torch.set_num_threads(threads)
     model = make_model(SHAPES[name], torch.device("cpu")).model
-    if options.dtype is not None:
-        model = model.to(getattr(torch, options.dtype))
+    if dtype is not None:
+        model = model.to(getattr(torch, dtype))
     return LoadedModel(model, None, name)
 
 

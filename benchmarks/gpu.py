@@ -20,9 +20,9 @@ from transformers import CompileConfig, GenerationConfig
 from benchmarks.alone import alone
 from benchmarks.environment import environment
 from benchmarks.methods import named
-from benchmarks.report import Keeping, rounded, sheet, show, speedup_text, write_json
+from benchmarks.report import Keeping, sheet, show, speedup_text, write_json
 from benchmarks.shapes import SHAPES, KnownModel, Shape, make_model, random_prompt
-from lade.apps.bench.methods import Answer, Lade, Method, plain, prompt_lookup
+from lade.apps.bench.methods import Answer, Method, by_lade, plain, prompt_lookup
 from lade.apps.cli.loading import tell
 from lade.compat import Model
 from lade.config import Config
@@ -52,13 +52,13 @@ def _with(method: Method, **more: Any) -> Method:
     return answer
 
 
-_STATIC = Lade(Config(execution="static"))
+_STATIC = by_lade(Config(execution="static"))
 #: Ways to answer, by name.
 WAYS: dict[str, Method] = {
     "plain": plain,
     "compiled": _with(plain, cache_implementation="static"),
     "prompt_lookup": prompt_lookup,
-    "eager": Lade(Config(execution="eager")),
+    "eager": by_lade(Config(execution="eager")),
     "static": _STATIC,
     "static_cudagraphs": _with(_STATIC, compile_config=_CUDAGRAPHS),
 }
@@ -169,7 +169,7 @@ def measured(stage: str, shape_name: str, device_name: str) -> dict[str, Any]:
     """Run one stage on a model made for it."""
     shape, device = SHAPES[shape_name], torch.device(device_name)
     found = STAGES[stage](make_model(shape, device), shape, device)
-    return {"stage": stage, "shape": shape_name, **rounded(found)}
+    return {"stage": stage, "shape": shape_name, **found}
 
 
 def run(shapes: str, stages: str | None, device: str, minutes: float, file: Path | None) -> None:

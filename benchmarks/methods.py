@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from benchmarks.rivals.catalogue import RIVALS, Rival
-from lade.apps.bench.methods import Lade, Method, TransformersAssisted, plain
+from lade.apps.bench.methods import Method, assisted, by_lade, plain
 from lade.config import Config
 from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
 from lade.drafting.drafter import Drafter
@@ -17,8 +17,6 @@ class Given(NamedTuple):
     """What the methods of a run are made with."""
 
     config: Config = Config()
-    pools: Sequence[NGramPool] = ()  # that methods which take pools read
-    own: NGramPool | None = None  # that the method which keeps a pool learns into; else a new one
     assistant: Any = None  # a copy of the model in 8 bits
     num_layers: int | None = None  # first layers that draft
 
@@ -30,34 +28,21 @@ class MethodInfo(NamedTuple):
     description: str
     is_default: bool = False  # else run only when named
     is_single_row: bool = False  # cannot decode a batch or several sequences per prompt
-    takes: str | None = None  # "pools", "assistant" or "num_layers" of `Given`
-    keeps_pool: bool = False  # one pool for all prompts, which may be `Given.own`
-
-
-def _pool(given: Given) -> NGramPool:
-    return NGramPool(seed=0) if given.own is None else given.own
-
-
-def _changed(description: str, **changes: Any) -> MethodInfo:
-    """Return lade with one pool and another configuration."""
-    return MethodInfo(
-        lambda given: Lade(replace(given.config, **changes), _pool(given)),
-        f"as lade, {description}",
-    )
+    takes: str | None = None  # "assistant" or "num_layers" of `Given`
 
 
 def _alone(drafter_of: Callable[[Given], Drafter], description: str, takes: str) -> MethodInfo:
     return MethodInfo(
-        lambda given: Lade(given.config, drafter=drafter_of(given)), description, takes=takes
+        lambda given: by_lade(given.config, drafter=drafter_of(given)), description, takes=takes
     )
 
 
 def _beside_pool(
     drafter_of: Callable[[Given], Drafter], description: str, takes: str
 ) -> MethodInfo:
-    def make(given: Given) -> Lade:
+    def make(given: Given) -> Method:
         both = Merged([CallPool(), drafter_of(given)])
-        return Lade(given.config, NGramPool(seed=0), drafter=both)
+        return by_lade(given.config, NGramPool(seed=0), drafter=both)
 
     return MethodInfo(make, description, takes=takes)
 
@@ -65,11 +50,11 @@ def _beside_pool(
 def _drafting_as(rival: Rival) -> MethodInfo:
     """Return a rival's method, with its own budget unless one is set."""
 
-    def make(given: Given) -> Lade:
+    def make(given: Given) -> Method:
         asked = given.config.max_draft_tokens
         budget = rival.max_draft_tokens if asked is None else asked
         config = replace(given.config, max_draft_tokens=budget)
-        return Lade(config, drafter=rival.make_drafter())
+        return by_lade(config, drafter=rival.make_drafter())
 
     described = f"{rival.description}; {rival.max_draft_tokens} draft tokens, or max_draft_tokens"
     return MethodInfo(make, described)
@@ -88,7 +73,7 @@ def _lookup(given: Given) -> Method:
     asked = given.config.max_draft_tokens
     if asked == 0:  # transformers refuses it; no draft is plain decoding
         return plain
-    return TransformersAssisted({"prompt_lookup_num_tokens": asked or 10})
+    return assisted(prompt_lookup_num_tokens=asked or 10)
 
 
 #: By name, in the order of tables.
@@ -100,33 +85,19 @@ METHODS: dict[str, MethodInfo] = {
         *(True, True),
     ),
     "no_drafts": MethodInfo(
-        lambda given: Lade(replace(given.config, max_draft_tokens=0)),
+        lambda given: by_lade(replace(given.config, max_draft_tokens=0)),
         "lade without drafts: one token a step, on a CPU with its own forwards",
         True,
     ),
     "lade": MethodInfo(
-        lambda given: Lade(given.config, _pool(given)),
+        lambda given: by_lade(given.config, NGramPool(seed=0)),
         "lade, one pool for all prompts of a pass",
-        is_default=True,
-        keeps_pool=True,
-    ),
-    "lade_fresh": MethodInfo(
-        lambda given: Lade(given.config),
-        "lade, a new and empty pool for each prompt or batch",
         True,
     ),
-    "lade_pool": MethodInfo(
-        lambda given: Lade(given.config, [_pool(given), *given.pools]),
-        "as lade, drafting from the files of --pool as well",
-        is_default=True,
-        takes="pools",
-        keeps_pool=True,
-    ),
-    "lade_pool_fresh": MethodInfo(
-        lambda given: Lade(given.config, given.pools),
-        "as lade_fresh, drafting from the files of --pool as well",
-        is_default=True,
-        takes="pools",
+    "lade_fresh": MethodInfo(
+        lambda given: by_lade(given.config),
+        "lade, a new and empty pool for each prompt or batch",
+        True,
     ),
     "pool+assistant": _beside_pool(
         _assistant, "lade, a pool and a copy of the model in 8 bits draft one tree", "assistant"
@@ -137,23 +108,21 @@ METHODS: dict[str, MethodInfo] = {
         "num_layers",
     ),
     "hf_assistant": MethodInfo(
-        lambda given: TransformersAssisted({"assistant_model": given.assistant}),
+        lambda given: assisted(assistant_model=given.assistant),
         "transformers' assistant_model, as its generation config says",
         is_single_row=True,
         takes="assistant",
     ),
     "hf_early_exit": MethodInfo(
-        lambda given: TransformersAssisted({"assistant_early_exit": given.num_layers}),
+        lambda given: assisted(assistant_early_exit=given.num_layers),
         "transformers' assistant_early_exit",
         is_single_row=True,
         takes="num_layers",
     ),
     "lade_untabled": MethodInfo(
-        lambda given: Lade(given.config, drafter=PoolDrafter(_pool(given))),
+        lambda given: by_lade(given.config, drafter=PoolDrafter(NGramPool(seed=0))),
         "lade, one pool for all prompts, without the table that lade prewarm made",
-        keeps_pool=True,
     ),
-    "pool": _changed("by its name beside other drafters"),
     "assistant": _alone(_assistant, "lade, a copy of the model in 8 bits drafts", "assistant"),
     "first_layers": _alone(_first_layers, "lade, the model's own first layers draft", "num_layers"),
     **{name: _drafting_as(rival) for name, rival in RIVALS.items()},

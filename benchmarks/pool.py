@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.environment import environment
-from benchmarks.report import Keeping, rounded, sheet, show
+from benchmarks.report import Keeping, sheet, show
 from lade.apps.cli.loading import console
 from lade.budget.budget import Budget
 from lade.drafting.sources import PoolDrafter
@@ -176,6 +176,6 @@ def run(max_tokens: int, file: Path | None) -> None:
     rows = [("", f"{each.num_tokens:,}", *(f"{value:.2f}" for value in each[1:])) for each in done]
     settings = {"max_draft_tokens": MAX_DRAFT_TOKENS, "interrupted": kept.by is not None}
     content: dict[str, Any] = {"environment": environment(), "settings": settings}
-    content["timings"] = [rounded(each._asdict()) for each in done]
+    content["timings"] = [each._asdict() for each in done]
     show(file, content, sheet(title, headings, [rows], caption))
     kept.end(f"stopped after {len(done)}")

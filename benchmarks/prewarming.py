@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import lade
 from benchmarks.environment import environment
 from benchmarks.report import Keeping, progress_bar, sheet, show
-from lade.apps.bench.methods import Lade, Method
+from lade.apps.bench.methods import Method, by_lade
 from lade.apps.cli.bench import describe_model
 from lade.config import Config
 from lade.drafting.sources import PoolDrafter
@@ -47,9 +47,9 @@ def run(
         numbers: fixed ones of draft tokens.
     """
     configs = {AUTO: Config()} | {str(num): Config(max_draft_tokens=num) for num in numbers}
-    ways: dict[str, Method] = {name: Lade(config) for name, config in configs.items()}
+    ways: dict[str, Method] = {name: by_lade(config) for name, config in configs.items()}
     # A drafter of the caller's uses no table. Each prompt has a new pool, as in other ways.
-    ways[_WITHOUT] = lambda *given: Lade(drafter=PoolDrafter(NGramPool()))(*given)
+    ways[_WITHOUT] = lambda *given: by_lade(drafter=PoolDrafter(NGramPool()))(*given)
     inputs = [encode(loaded.tokenizer, each.text, loaded.model.device) for each in chosen.prompts]
     settings = Settings(max_new_tokens)
     options = settings.options()

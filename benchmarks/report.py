@@ -1,8 +1,7 @@
 """Results as tables for a terminal and as JSON for a file, kept if a run is stopped."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,12 +11,8 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.environment import environment
-from lade.apps.bench.report import empty_table, groups
-from lade.apps.bench.run import Result, Summary, stats_of, summarise
+from lade.apps.bench.report import empty_table
 from lade.apps.cli.loading import bar, console
-
-_DIGITS = 6  # decimal places, in files
 
 
 def sheet(
@@ -63,67 +58,18 @@ def msec_text(sec: float | None) -> str:
     return "" if sec is None else f"{1000 * sec:.3f}"
 
 
-def as_json(
-    results: Sequence[Result],
-    methods: Sequence[str],
-    settings: dict[str, Any],
-    summarise: Callable[[Sequence[Result], str], Summary] = summarise,
-) -> dict[str, Any]:
-    """Return everything that a reader needs to judge and check the numbers."""
-    summary: dict[str, Any] = {}
-    for group, part in groups(results).items():
-        summary[group] = {}
-        for method in methods:
-            entry = summary[group][method] = rounded(summarise(part, method)._asdict())
-            stats = stats_of(result.answers[method] for result in part)
-            if stats.sources:
-                entry["sources"] = {n: rounded(asdict(each)) for n, each in stats.sources.items()}
-    return {
-        "environment": environment(),
-        "settings": settings,
-        "summary": summary,
-        "prompts": [_as_json(result) for result in results],
-    }
-
-
-def _as_json(result: Result) -> dict[str, Any]:
-    plain = result.answers.get("plain")
-    ids = [prompt.id for prompt in result.prompts]
-    entry: dict[str, Any] = {"id": ids[0]} if len(ids) == 1 else {"ids": ids}
-    entry |= {
-        "category": result.category,
-        "pass": result.num_pass,
-        "num_prompt_tokens": result.num_prompt_tokens,
-        "loops": result.loops,
-    }
-    for method, answer in result.answers.items():
-        names = ["num_steps", "num_draft_tokens", "num_accepted_tokens"]
-        names += ["num_row_steps"] * (len(answer.rows) > 1)
-        if answer.stats.forward_sec:  # timed step by step
-            names += ["draft_sec", "forward_sec", "overhead"]
-        of_method: dict[str, Any] = {"num_tokens": answer.num_tokens, "sec": answer.sec}
-        of_method |= {name: getattr(answer.stats, name) for name in names}
-        if len(answer.rows) > 1:
-            of_method["num_rows"] = len(answer.rows)
-        if plain is not None and method != "plain":
-            same = [a == b for a, b in zip(answer.rows, plain.rows, strict=True)]
-            of_method |= {"same_text": all(same), "num_same_text": sum(same)}
-        entry[method] = rounded(of_method)
-    return entry
-
-
-def rounded(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry of a file with its floating-point numbers rounded."""
-    return {
-        name: round(value, _DIGITS) if isinstance(value, float) else value
-        for name, value in entry.items()
-    }
-
-
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a result file, an entry a line; indented, it would be a quarter longer."""
-    entries = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
+    """Write a result file, an entry a line, with numbers of six digits."""
+    entries = (f"{json.dumps(name)}: {json.dumps(_short(v))}" for name, v in content.items())
     path.write_text("{\n" + ",\n".join(entries) + "\n}\n", encoding="utf-8")
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _short(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_short, value)]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def show(file: Path | None, content: Mapping[str, Any], *tables: Table) -> None:

@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from benchmarks.environment import environment
 from benchmarks.methods import METHODS, Given, MethodInfo, named
 from benchmarks.prompts import Chosen
 from benchmarks.quantized import int8_copy
-from benchmarks.report import Keeping, as_json, progress_bar, rounded, show
+from benchmarks.report import Keeping, progress_bar, show
 from lade.apps.bench.prompts import Prompt
-from lade.apps.bench.report import groups, table
-from lade.apps.bench.run import Contest, Result, Summary, summarise
+from lade.apps.bench.report import OVERALL, groups, table
+from lade.apps.bench.run import Result, Summary, contest, stats_of, summarise
 from lade.apps.cli.bench import describe_model
 from lade.apps.cli.generate import encode_prompts
-from lade.apps.cli.options import DraftOptions
+from lade.config import Config
 from lade.errors import UserError
 from lade.models.loading import LoadedModel
 from lade.models.prompts import encode
@@ -75,28 +76,22 @@ class BenchSettings(Settings):
         return ", ".join(parts)
 
 
-def choose(
-    text: str | None, drafting: DraftOptions, num_layers: int | None = None
-) -> dict[str, MethodInfo]:
+def choose(text: str | None, num_layers: int | None = None) -> dict[str, MethodInfo]:
     """Return the methods to run.
 
     Raises:
         ValueError: a method is unknown or named twice, or lacks what it drafts by.
     """
-    given = {"pools": drafting.pools, "num_layers": num_layers}
+    given = {"num_layers": num_layers}
     usual = [n for n, i in METHODS.items() if i.is_default and given.get(i.takes or "", True)]
     names = usual if text is None else named(text, METHODS)
     methods = {name: METHODS[name] for name in names}
-    options = {"pools": "--pool", "num_layers": "--first-layers"}
     takes = {info.takes: name for name, info in methods.items()}
-    for what, option in options.items():
-        if what in takes and not given[what]:
-            raise ValueError(f"expected {option} with {takes[what]} in --methods, got none")
-        if given[what] and what not in takes:
-            known = ", ".join(name for name, info in METHODS.items() if info.takes == what)
-            raise ValueError(f"expected one of {known} in --methods, to take {option}")
-    if drafting.save_pool and sum(info.keeps_pool for info in methods.values()) != 1:
-        raise ValueError("expected lade or lade_pool in --methods with --save-pool, and not both")
+    if "num_layers" in takes and not num_layers:
+        raise ValueError(f"expected --first-layers with {takes['num_layers']} in --methods")
+    if num_layers and "num_layers" not in takes:
+        known = ", ".join(name for name, info in METHODS.items() if info.takes == "num_layers")
+        raise ValueError(f"expected one of {known} in --methods, to take --first-layers")
     return methods
 
 
@@ -107,12 +102,10 @@ def run(
     settings: BenchSettings,
     given: Given,
     file: Path | None,
-    drafting: DraftOptions,
 ) -> None:
     """Run methods over prompts; print and write the results, even after an interruption.
 
-    Methods are made with `given` and the pools. Those that cannot decode batches are left out where
-    there are some.
+    Methods that cannot decode batches are left out where there are some.
     """
     encode_prompts(loaded, [prompt.text for prompt in chosen.prompts], settings.max_new_tokens)
     left_out = {
@@ -126,15 +119,13 @@ def run(
         given = given._replace(assistant=int8_copy(loaded.model))
     results: list[Result] = []
     num_batches = -(-len(chosen.prompts) // settings.batch_size)
-    with Keeping(results) as kept, drafting.open_pools(loaded) as (own, *read):
-        given = given._replace(pools=read, own=own if drafting.save_pool else None)
-        with progress_bar() as bars:
-            task = bars.add_task("answering", total=num_batches * settings.passes)
-            run_methods(
-                *(loaded, chosen.prompts, methods, settings, given),
-                results=results,
-                on_answer=lambda: bars.advance(task),
-            )
+    with Keeping(results) as kept, progress_bar() as bars:
+        task = bars.add_task("answering", total=num_batches * settings.passes)
+        run_methods(
+            *(loaded, chosen.prompts, methods, settings, given),
+            results=results,
+            on_answer=lambda: bars.advance(task),
+        )
     names = [*methods]
     num_done, config = len(results), given.config
     # Passes are compared: an unfinished one is dropped, unless it is the only one.
@@ -149,25 +140,44 @@ def run(
         "methods": {name: methods[name].description for name in names},
         "left_out": left_out,
         "first_layers": given.num_layers,
-        "pools": {
-            "names": [path.name for path in drafting.pools or []],
-            "num_tokens": sum(map(len, read)),
-        },
         "interrupted": kept.by is not None,
-        "config": asdict(config),
+        "config": {n: v for n, v in asdict(config).items() if v != asdict(Config())[n]},
         "verification": verification,
         "assistant": "self:int8" if assisted else None,
     }
-    content = as_json(results, names, described, median_of_passes)
-    for group, part in groups(results).items():
-        for name, entry in content["summary"][group].items():
-            entry["share_repeated"] = share_repeated(part, name)
-            each = {str(n): summarise(p, name).speedup for n, p in enumerate(passes_of(part))}
-            entry["speedup_of_each_pass"] = [*rounded(each).values()]
+    summary = summary_of(results, names)
+    content = {"environment": environment(), "settings": described, "summary": summary}
     notes = [f"{name} is left out: {reason}" for name, reason in left_out.items()]
     caption = "\n".join([*notes, f"verification: {verification}"])
     show(file, content, table(results, names, settings.describe(), caption, median_of_passes))
     kept.end(f"stopped after {num_done} of {num_batches * settings.passes} prompts or batches")
+
+
+def summary_of(results: Sequence[Result], methods: Sequence[str]) -> dict[str, Any]:
+    """Return what is known of each method over all prompts, and its speed-ups by category."""
+    summary: dict[str, Any] = {}
+    for group, part in groups(results).items():
+        found = {name: median_of_passes(part, name)._asdict() for name in methods}
+        if group != OVERALL:
+            found = {
+                name: {what: of[what] for what in ("num_prompts", "speedup")}
+                for name, of in found.items()
+            }
+        else:
+            for name, of in found.items():
+                stats = [result.answers[name].stats for result in part]
+                shares = [each.overhead for each in stats if each.forward_sec]
+                of["overhead"] = median(shares) if shares else None
+                of["share_repeated"] = share_repeated(part, name)
+                passes = [summarise(each, name).speedup for each in passes_of(part)]
+                of["speedup_of_each_pass"] = passes if len(passes) > 1 else None
+                sources = stats_of(result.answers[name] for result in part).sources
+                of["sources"] = {source: asdict(each) for source, each in sources.items()} or None
+        summary[group] = {
+            name: {what: value for what, value in of.items() if value is not None}
+            for name, of in found.items()
+        }
+    return summary
 
 
 def run_methods(
@@ -182,8 +192,7 @@ def run_methods(
 ) -> None:
     """Answer all prompts with every method, batch by batch, appending to `results`.
 
-    Each pass starts with new methods and so with empty pools, but for that of `given`, and uses the
-    same seeds.
+    Each pass starts with new methods and so with empty pools, and uses the same seeds.
 
     Raises:
         UnsupportedModelError: the config asks for what the model cannot do.
@@ -193,13 +202,12 @@ def run_methods(
     inputs = [encode_batch(loaded, [prompt.text for prompt in batch]) for batch in batches]
     short = replace(settings, max_new_tokens=min(_WARM_UP_TOKENS, settings.max_new_tokens))
     for name, info in methods.items():  # is warmed up; what it learns there is forgotten
-        makers = {name: partial(info.make, given._replace(own=None))}
-        Contest(model, makers, short).answer(batches[0], inputs[0])
+        contest(model, {name: partial(info.make, given)}, short)(batches[0], inputs[0])
     makers = {name: partial(info.make, given) for name, info in methods.items()}
     for num_pass in range(settings.passes):
-        contest = Contest(model, makers, settings, num_pass)
+        answer = contest(model, makers, settings, num_pass)
         for batch, encoded in zip(batches, inputs, strict=True):
-            results.append(contest.answer(batch, encoded))
+            results.append(answer(batch, encoded))
             on_answer()
 
 

@@ -53,7 +53,6 @@ class ServerSummary(NamedTuple):
     tokens_per_sec: float  # of all time, that to first tokens included
     first_token_sec: float  # median
     first_token_p90_sec: float
-    last_turn_first_token_sec: float  # median over the conversations
     same_text: float  # share of replies with the text of the first server
 
 
@@ -89,7 +88,6 @@ def summarise(rounds: Sequence[Round], server: str, baseline: str, count: int) -
         {reply[:2]: reply for each in rounds if each[:2] == (name, count) for reply in each.replies}
         for name in (server, baseline)
     )
-    last = dict(sorted(mine))
     first_token = [reply.first_token_sec for reply in mine.values()]
     num_tokens = sum(reply.num_tokens for reply in mine.values())
     shared = mine.keys() & others.keys()
@@ -98,7 +96,6 @@ def summarise(rounds: Sequence[Round], server: str, baseline: str, count: int) -
         num_tokens / sum(each.sec for each in rounds if each[:2] == (server, count)),
         median(first_token),
         quantiles(first_token, n=10)[-1] if len(first_token) > 1 else first_token[0],
-        median(mine[key].first_token_sec for key in last.items()),
         sum(mine[key].text == others[key].text for key in shared) / max(1, len(shared)),
     )
 
@@ -117,7 +114,6 @@ def table(rounds: Sequence[Round], title: str) -> Table:
                     speedup_text(found.tokens_per_sec / of_first.tokens_per_sec),
                     f"{1000 * found.first_token_sec:,.0f}",
                     f"{1000 * found.first_token_p90_sec:,.0f}",
-                    f"{1000 * found.last_turn_first_token_sec:,.0f}",
                     f"{found.num_tokens:,}",
                     f"{found.same_text:.0%}",
                 ]
@@ -125,26 +121,19 @@ def table(rounds: Sequence[Round], title: str) -> Table:
             ]
         )
     headings = (
-        *("clients", "server", "tokens/s", "speed", "first token, ms", "its p90", "in last turns"),
-        *("tokens", "same text"),
+        *("clients", "server", "tokens/s", "speed", "first token, ms", "its p90", "tokens"),
+        "same text",
     )
     caption = "speed: tokens a second, over those of the first server. first token: median."
     return sheet(title, headings, sections, caption)
 
 
 def as_json(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Return summary and replies, ready for JSON; of the text, only its length."""
-    summary = {
+    """Return the summaries, ready for JSON."""
+    return {
         str(count): {name: found._asdict() for name, found in by_name.items()}
         for count, by_name in _summaries(rounds).items()
     }
-    replies = [
-        {"server": each.server, "num_clients": each.num_clients}
-        | {**reply._asdict(), "text": len(reply.text)}
-        for each in rounds
-        for reply in each.replies
-    ]
-    return {"summary": summary, "replies": replies}
 
 
 def _summaries(rounds: Sequence[Round]) -> dict[int, dict[str, ServerSummary]]:
@@ -275,6 +264,6 @@ def run(
         "num_clients": [*num_clients],
         "interrupted": kept.by is not None,
     }
-    content = {"environment": environment(), "settings": settings, **as_json(rounds)}
+    content = {"environment": environment(), "settings": settings, "summary": as_json(rounds)}
     show(file, content, table(rounds, title))
     kept.end(f"stopped after {num_asked} of {num_answers} answers")

@@ -8,7 +8,7 @@ the work of a dense model on the way.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -53,22 +53,14 @@ _LLAMA = {
 }
 _1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
 _8B = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "head_dim": 128}
-_SHAPE_1B = Shape("1b", {**_LLAMA, **_1B}, rope=_llama3(32.0))
 
 #: By name. Llama-3.2-1B shares its embeddings with its output layer and "1b" does not, which takes
 #: more memory; a step reads the same bytes.
 SHAPES = {
     shape.name: shape
     for shape in (
-        _SHAPE_1B,
+        Shape("1b", {**_LLAMA, **_1B}, rope=_llama3(32.0)),
         Shape("8b", {**_LLAMA, **_8B}, rope=_llama3(8.0)),
-        # As much as a CPU can do in minutes.
-        replace(
-            _SHAPE_1B,
-            name="1b_short",
-            prompt_length=256,
-            max_new_tokens=64,
-        ),
         # To try the command out, also on a CPU.
         Shape(
             "tiny",

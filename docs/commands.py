@@ -1,5 +1,6 @@
 """The page of the command line, written from the program's own commands, options and help texts."""
 
+import re
 from collections.abc import Collection, Iterator
 from enum import Enum
 from pathlib import Path
@@ -105,4 +106,5 @@ def _text(help_text: str) -> str:
     escaped = (
         help_text.replace("\b", "").replace("|", "\\|").replace("<", "\\<").replace("*", "\\*")
     )
-    return "\n\n".join(" ".join(part.split()) for part in escaped.strip().split("\n\n"))
+    paragraphs = (" ".join(part.split()) for part in escaped.strip().split("\n\n"))
+    return "\n\n".join(re.sub(" - (?=[a-zA-Z/ ]+: )", "\n- ", each) for each in paragraphs)

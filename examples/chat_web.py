@@ -1,6 +1,6 @@
 """A chat in the browser, on Gradio's own, and a race of plain `generate` against lade.
 
-    pip install "lade-decoding[web]"
+    pip install ".[web]"                           # in a clone
     python examples/chat_web.py                    # the embedded default model; prints the address
     python examples/chat_web.py --model Qwen/Qwen3-0.6B --dtype float32
 
@@ -22,6 +22,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
 import lade
+from lade.apps.bench.report import why_different
 from lade.models import LoadedModel, load
 from lade.stats import ends_in_loop
 
@@ -215,7 +216,8 @@ class Page:
         stopped = self.tab(request).stopped
         inputs = self.encode([_said("user", question)], system)
         options = {**inputs, **_options(temperature, longest)}
-        options["stopping_criteria"] = StoppingCriteriaList([_Stop(stopped)])
+        stop = _Stop(stopped, inputs["input_ids"].shape[1])
+        options["stopping_criteria"] = StoppingCriteriaList([stop])
         generate = type(self.model).generate
         runners: dict[str, Callable[..., Any]] = {
             "generate": lambda **more: generate(self.model, **options, **more),
@@ -229,7 +231,9 @@ class Page:
                 return
         same = "The texts are the same."
         if texts["generate"] != texts["lade"]:
-            same = "The texts differ: in 16 bits, two tokens can be nearly tied."
+            same = f"The texts differ. {why_different(self.model)}"
+        if stop.has_loop:
+            same += " Answers were ended, as they repeat themselves."
         ratio = secs["generate"] / secs["lade"]
         result = f"{_bars(secs)}\n\nlade was {ratio:.2f} times as fast. {same}"
         yield Sides(result, *texts.values())
@@ -278,13 +282,18 @@ class Page:
 
 
 class _Stop(StoppingCriteria):  # type: ignore[misc]
-    """Ends a call once an event is set."""
+    """Ends a call once an event is set, or where its answer repeats itself."""
 
-    def __init__(self, event: threading.Event) -> None:
-        self._event = event
+    def __init__(self, event: threading.Event, num_prompt_tokens: int) -> None:
+        self._event, self._begin = event, num_prompt_tokens
+        self.has_loop = False  # an answer that it ended
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), self._event.is_set(), device=input_ids.device)
+        num_tokens = input_ids.shape[1] - self._begin
+        loops = num_tokens % 16 == 0 and ends_in_loop(input_ids[0, self._begin :].tolist(), _LOOP)
+        self.has_loop |= loops
+        ends = loops or self._event.is_set()
+        return torch.full((len(input_ids),), ends, device=input_ids.device)
 
 
 def _said(role: str, content: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Draft from the files of a repository: what is written there takes fewer forwards to write."""
+"""Draft from the files of a repository: what is written there takes fewer forward passes."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Sample with a seed: the tokens are those that plain `generate` draws, in fewer forwards."""
+"""Sample with a seed: the tokens are those that plain `generate` draws, in fewer forward passes."""
 
 from typing import Any
 

@@ -17,7 +17,6 @@ class Row:
     Attributes:
         token_ids: all tokens, padding included.
         context: the tokens as a drafter sees them, without padding; empty until there is one.
-        num_unpadded: tokens before trailing padding.
         is_finished: whether a stop condition has ended it.
     """
 
@@ -25,7 +24,8 @@ class Row:
         self.index = index
         self.token_ids: list[int] = ids[0].tolist()
         self.context: list[int] = []
-        self.num_prompt = self.num_unpadded = self._num_known = len(self.token_ids)
+        self.num_prompt = self._num_known = len(self.token_ids)
+        self._num_padding = 0  # behind the text
         self.is_finished = False
         self._ids = ids
 
@@ -34,19 +34,19 @@ class Row:
         """Number of tokens after the prompt."""
         return len(self.token_ids) - self.num_prompt
 
-    def append(self, token_id: int) -> None:
-        """Commit the next token."""
-        self.token_ids.append(token_id)
-        self.num_unpadded += 1
+    @property
+    def num_unpadded(self) -> int:
+        """Number of tokens before trailing padding."""
+        return len(self.token_ids) - self._num_padding
 
     def cut(self, length: int, pad_token_id: int | None) -> None:
         """Cut or pad the row to a length; it goes on if tokens of its own are cut."""
-        missing = length - len(self.token_ids)
+        num_unpadded, missing = self.num_unpadded, length - len(self.token_ids)
         if missing > 0 and pad_token_id is not None:
             self.token_ids += [pad_token_id] * missing
         del self.token_ids[length:]
-        self.is_finished = self.is_finished and self.num_unpadded <= length
-        self.num_unpadded = min(self.num_unpadded, length)
+        self.is_finished = self.is_finished and num_unpadded <= length
+        self._num_padding = len(self.token_ids) - min(num_unpadded, length)
         self._num_known = min(self._num_known, length)
 
     def prefix(self) -> Tensor:

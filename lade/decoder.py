@@ -135,9 +135,8 @@ class Decoder:
         """Let the drafter observe what was emitted; return the steps of the rows."""
         steps = []
         for row, path in paths.items():
-            stop = row.num_unpadded
             if path:
-                emitted = row.token_ids[stop - len(path) : stop]
+                emitted = row.token_ids[-len(path) :]
                 self._speculator.observe(row, emitted)
                 # A stopped row may end on a draft token; otherwise its last is the bonus token.
                 tree, last = plan.trees[row], len(path) - 1
@@ -152,14 +151,15 @@ class Decoder:
         leaving = self._batch.drop_finished()
         if leaving:
             self._target.select(self._batch.running)
-        self._learn = learn
-        if not self._overlaps:
-            self._finish()
+        if self._overlaps:
+            self._learn = learn
+        else:
+            learn()
         if leaving:
             self._speculator.close(leaving)
 
     def _finish(self) -> None:
-        """Learn from the last step, unless that is done already."""
+        """Learn from the last step, if that was deferred."""
         learn, self._learn = self._learn, None
         if learn is not None:
             learn()
@@ -188,13 +188,14 @@ def accepted_paths(
     Returns:
         For each row the nodes at which tokens were emitted, in order from the root.
     """
-    paths: dict[Row, list[int]] = {row: [] for row in trees}
-    lengths = {row: len(row.token_ids) for row in trees}
+    paths, lengths = dict[Row, list[int]](), dict[Row, int]()
+    for row in trees:
+        paths[row], lengths[row] = [], len(row.token_ids)
     walking = dict.fromkeys(emitting, ROOT)
     while walking:
         asked = [*walking.items()]
         for (row, node), token_id in zip(asked, choice.tokens_at(asked), strict=True):
-            row.append(token_id)
+            row.token_ids.append(token_id)
             paths[row].append(node)
             walking[row] = trees[row].children.get((node, token_id), ROOT)  # nobody's child
         stop([*walking])

@@ -48,25 +48,25 @@ class ModelFetchError(LadeError):
 
 
 class MissingExtraError(LadeError, ImportError):
-    """An optional dependency is missing or too old; the message has the pip command."""
+    """An optional dependency is missing; the message has the pip command."""
 
-    def __init__(self, module: str, extra: str, what: str = "which is not installed") -> None:
+    def __init__(self, module: str, extra: str) -> None:
         super().__init__(
-            f"this needs the package {module!r}, {what}; "
+            f"this needs the package {module!r}, which is not installed; "
             f"install it with: pip install {_requirement(extra)}"
         )
 
 
 def _requirement(extra: str) -> str:
-    """Return the extra of this installation as pip takes it: of its folder, if it has one."""
+    """Return the extra of this installation as pip takes it: of its folder or wheel, if any."""
     try:
         found = metadata.distribution("lade-decoding").read_text("direct_url.json")
         url = urlsplit(json.loads(found or "{}").get("url", ""))
     except (metadata.PackageNotFoundError, ValueError):  # run from a folder; damaged
         return f'"lade-decoding[{extra}]"'
-    folder = Path(url2pathname(url.path))
-    is_folder = url.scheme == "file" and folder.is_dir()
-    return f'"{folder}[{extra}]"' if is_folder else f'"lade-decoding[{extra}]"'
+    path = Path(url2pathname(url.path))
+    is_there = url.scheme == "file" and path.exists()
+    return f'"{path}[{extra}]"' if is_there else f'"lade-decoding[{extra}]"'
 
 
 def in_one_line(error: BaseException) -> str:

@@ -87,7 +87,7 @@ class DecodeStats:
     Attributes:
         arithmetic: The dtype that the model computed in, such as "float32"; empty if generations
             differ.
-        num_steps: Target forwards after prefill.
+        num_steps: Forward passes of the target after the prefill.
         num_row_steps: Steps times rows, unfinished rows only.
         num_draft_tokens: Draft tokens verified.
         num_accepted_tokens: Draft tokens accepted and emitted.
@@ -103,7 +103,7 @@ class DecodeStats:
             time; empty if the number was fixed, or decided together with other calls.
         prefill_sec: Time of the prefills, until their choices are on the host.
         draft_sec: Time of asking the drafter and the budget, and of building the tree's tensors.
-        forward_sec: Time of the target's forwards, until their choices are on the host.
+        forward_sec: Time of the target's forward passes, until their choices are on the host.
         verify_sec: Time of walking the tree, logits processors and stop conditions included.
         commit_sec: Time of compacting the cache and of feeding drafter and budget, without
             streamers.

@@ -49,6 +49,19 @@ class Tree:
         return Tree.build(self.token_ids[ROOT], Draft.empty())
 
 
+def matched_path(draft: Draft, token_ids: Sequence[int]) -> list[int]:
+    """Return the nodes of a draft that a text takes, beginning under the root."""
+    path, last = list[int](), -1
+    nodes = zip(draft.parents.tolist(), draft.token_ids.tolist(), strict=True)
+    for node, (parent, token_id) in enumerate(nodes):
+        if len(path) == len(token_ids):
+            break
+        if parent == last and token_id == token_ids[len(path)]:
+            path.append(node)
+            last = node
+    return path
+
+
 def _unpacked(seen: Sequence[int]) -> NDArray[np.bool_]:
     """Unpack bit sets of nodes into a matrix [num_nodes, num_nodes]."""
     num_nodes = len(seen)

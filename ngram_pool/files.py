@@ -35,7 +35,7 @@ from ngram_pool.errors import NewerPoolFileError, PoolFileError
 from ngram_pool.table import DEFAULT_NUM_SUCCESSORS
 from ngram_pool.writing import write_whole
 
-_FORMAT, _VERSION = "ngram_pool", 3
+_FORMAT, _VERSION = "ngram_pool", 4
 # A file begins with its version and the digest of all its other bytes. safetensors writes metadata
 # first, and this is the first of it.
 _BEGIN = re.compile(
@@ -139,15 +139,6 @@ def check_begin(path: Path) -> None:
         _begin_of(file.read(_BEGIN_BYTES))
 
 
-def stamp_of(path: Path) -> bytes:
-    """Return bytes that identify the contents of a pool's file by its digest; b"" for no file."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(_BEGIN_BYTES)
-    except FileNotFoundError:
-        return b""
-
-
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """Open a pool's file; every `PoolFileError` names the file."""
@@ -163,11 +154,12 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 def _begin_of(begin: bytes) -> re.Match[bytes]:
     """Return the version and the digest with which a file begins, or raise if it is no pool's."""
     found = _BEGIN.match(begin)
-    if found is None and b'"format":"ngram_pool"' in begin:
+    is_older = int(found[1]) < _VERSION if found else b'"format":"ngram_pool"' in begin
+    if is_older:
         raise PoolFileError("it has the format of an older version; make it anew")
     if found is None:
         raise PoolFileError("it is not a pool file")
-    if int(found[1]) != _VERSION:
+    if int(found[1]) > _VERSION:
         raise NewerPoolFileError(
             f"it has format {int(found[1])}, of a newer version; this one reads format {_VERSION}"
         )

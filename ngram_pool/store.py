@@ -1,7 +1,7 @@
 """`PoolStore`: many named pools in one folder, within a budget of memory and one of disk.
 
-A name has one writing process at a time: it holds a lock file from opening the name until all of it
-is saved and nobody has it open. Other processes read the file meanwhile.
+A name has one writing process at a time: it holds a lock file as long as it has the pool in memory,
+which is until all of it is saved and nobody has it open. Other processes read the file meanwhile.
 
 Next files: `pool.py`, the pools of a store; `files.py`, the file of a pool.
 """
@@ -26,7 +26,6 @@ from sortedcontainers import SortedKeyList
 
 from ngram_pool.arrays import positive
 from ngram_pool.errors import NewerPoolFileError, PoolFileError
-from ngram_pool.files import stamp_of
 from ngram_pool.pool import DEFAULT_CAPACITY_TOKENS, DEFAULT_MAX_NGRAM_SIZE, NGramPool
 from ngram_pool.writing import MAX_STEM_LENGTH, sweep, write_whole
 
@@ -35,9 +34,8 @@ _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
 # Windows has no files of these names.
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{d}{i}" for d in ("com", "lpt") for i in range(10))}
 _HASHED = "="  # begins the stems of names that are hashed
-# Pools without users that stay in memory: one with unsaved text keeps a lock file open, and many
-# systems allow a process 1,024 open files.
-_MOST_IDLE = 256
+# Each pool in memory keeps a lock file open, and many systems allow a process 1,024 open files.
+_MOST_IN_MEMORY = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ class StoreStats:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A name whose pool is in memory, or is being loaded."""
+    """A name that somebody has open, or whose pool is in memory."""
 
     name: str
     path: Path
@@ -66,9 +64,7 @@ class _Entry:
     num_users: int = 0
     pool: NGramPool | None = None
     writing: FileLock | None = None  # while this process alone may write the file
-    mark: tuple[int, float] = 0, 0.0  # `_learned` of the pool when it was last saved or loaded
-    stamp: bytes = b""  # of the file when last read or written here
-    nbytes: int = 0  # when it was last closed
+    saved: tuple[int, float] = 0, 0.0  # `_learned` of the pool when it was last saved or loaded
     used: float = 0.0  # time of the last use
 
     @property
@@ -93,13 +89,13 @@ class PoolStore:
     """Many named pools in a folder, within budgets of memory and of disk.
 
     Opening a name gives its pool, from memory, from its file, or a new one. All users of a name in
-    a process share one pool. If memory runs out, the pool without users that was used longest ago
-    is saved and leaves memory; likewise, such a file leaves the disk.
+    a process share one pool. A pool leaves memory once it is saved and nobody has it open. If
+    memory runs out, those used longest ago are saved at once; likewise, such files leave the disk.
 
     Several processes may use a folder. Each name has one that writes at a time, the first to open
-    it, until all text is saved and nobody has the name open there. Meanwhile others get a read-only
-    pool of the file, for layers. A killed process loses at most the text of the last
-    `save_every_sec` seconds, and keeps no name.
+    it, as long as it has the pool in memory. Meanwhile others get a read-only pool of the file, for
+    layers. A killed process loses at most the text of the last `save_every_sec` seconds, and keeps
+    no name.
 
     Methods may be called from several threads; a forked child must make its own store.
 
@@ -156,7 +152,7 @@ class PoolStore:
         self._entries: dict[str, _Entry] = {}  # by stem
         # The entries without users, the one used longest ago first.
         self._idle: SortedKeyList[_Entry, float] = SortedKeyList(key=attrgetter("used"))
-        self._disk_bytes = self.disk_bytes + 1  # upper bound of the bytes used; not known yet
+        self._disk_bytes = self.disk_bytes + 1  # at least the bytes of all files; not known yet
         self._counted = dict.fromkeys(("loaded", "saved", "failed", "evicted", "dropped"), 0)
         self._done = threading.Event()
         self._saver: threading.Thread | None = None
@@ -195,16 +191,12 @@ class PoolStore:
         Warns:
             UserWarning: the file is damaged; a new pool begins, whose file will replace it.
         """
-        pool = None
-        while pool is None:  # else the name was deleted meanwhile
-            entry = self._entry(name)
-            try:
-                with entry.lock:
-                    pool = self._newest(entry)
-            finally:
-                if pool is None:
-                    self._release(entry)
+        entry = self._entry(name)
         try:
+            with entry.lock:
+                if entry.pool is None:
+                    entry.pool = self._read(entry)
+                pool = entry.pool
             self._settle()
             yield pool
         finally:
@@ -230,23 +222,20 @@ class PoolStore:
         Raises:
             BlockingIOError: another process writes the name; nothing is removed.
         """
-        while True:
-            entry = self._entry(name)
-            try:
-                with entry.lock:
-                    if not self._is_current(entry):  # deleted meanwhile
-                        continue
-                    if not self._claim(entry):
-                        raise BlockingIOError(f"another process writes the pool {name!r}")
-                    is_there = entry.path.exists() or entry.has_learned
-                    # No process is writing unfinished files, since the lock is held.
-                    unfinished = self.folder.glob(f"{entry.path.stem}.making-*")
-                    for path in (entry.path, _name_path(entry.path), *unfinished):
-                        path.unlink(missing_ok=True)
-                    self._let_go(entry)
-                    return is_there
-            finally:
-                self._release(entry)
+        entry = self._entry(name)
+        try:
+            with entry.lock:
+                if not self._claim(entry):
+                    raise BlockingIOError(f"another process writes the pool {name!r}")
+                is_there = entry.path.exists() or entry.has_learned
+                # No process is writing unfinished files, since the lock is held.
+                unfinished = self.folder.glob(f"{entry.path.stem}.making-*")
+                for path in (entry.path, _name_path(entry.path), *unfinished):
+                    path.unlink(missing_ok=True)
+                entry.pool = None
+                return is_there
+        finally:
+            self._release(entry)
 
     # --- all names --------------------------------------------------------------------------
 
@@ -278,9 +267,6 @@ class PoolStore:
         if saver is not None and saver is not threading.current_thread():
             saver.join()
         self.save()
-        with self._lock:
-            for entry in [*self._idle]:
-                self._let_go(entry)
 
     @property
     def stats(self) -> StoreStats:
@@ -313,89 +299,56 @@ class PoolStore:
     def _release(self, entry: _Entry) -> None:
         with self._lock:
             entry.num_users -= 1
-            if entry.num_users:
-                return
-            entry.used = time.time()
-            if entry.pool is None:  # it could not be loaded, or was deleted
-                self._let_go(entry)
-            else:
-                entry.nbytes = entry.pool.nbytes
+            if not entry.num_users:
+                entry.used = time.monotonic()
                 self._idle.add(entry)
-                if entry.pool._learned == entry.mark:
-                    self._unclaim(entry)
+            self._let_go(entry)
 
-    def _newest(self, entry: _Entry) -> NGramPool | None:
-        """Return a name's pool, read again if the file has changed and it has no other user.
-
-        None if the name was deleted meanwhile. The caller holds the lock of the entry.
-        """
-        if not self._is_current(entry):
-            return None
-        # A pool whose name is claimed is the newest there is. Of two that open it at once, the
-        # first here claims it: what a pool without a claim learns is not saved.
-        if entry.writing is None:
-            is_writer, stamp = self._claim(entry), stamp_of(entry.path)
-            held = entry.pool
-            if held is None or stamp != entry.stamp or held.is_read_only == is_writer:
-                if held is None or entry.num_users == 1:
-                    entry.pool = self._read(entry)
-                    entry.mark, entry.stamp = entry.pool._learned, stamp
-                else:  # its present users keep it
-                    with self._lock:
-                        self._unclaim(entry)
-        return entry.pool
+    def _let_go(self, entry: _Entry) -> None:
+        """Drop a pool that is saved and that nobody has open; then other processes may write it."""
+        with self._lock:
+            pool = entry.pool
+            has_unsaved = pool is not None and pool._learned != entry.saved
+            if entry.num_users or has_unsaved or self._entries.get(entry.path.stem) is not entry:
+                return
+            del self._entries[entry.path.stem]
+            self._idle.discard(entry)
+            self._counted["evicted"] += pool is not None
+            entry.pool, lock, entry.writing = None, entry.writing, None
+            if lock is not None:
+                with suppress(OSError):  # Windows does so itself, after the release
+                    os.unlink(lock.lock_file)
+                lock.release()
 
     def _settle(self) -> None:
-        """Evict the pools used longest ago while all pools exceed the budget of memory."""
-        while True:
+        """Save the pools used longest ago, which leave memory, while all exceed its budget."""
+        with self._lock:
+            idle = [*self._idle]
+        for entry in idle:
             with self._lock:
-                pools = [(e, e.pool) for e in self._entries.values() if e.pool is not None]
-                taken = sum(pool.nbytes if e.num_users else e.nbytes for e, pool in pools)
-                is_within = taken <= self.memory_bytes and len(self._idle) <= _MOST_IDLE
-                if not self._idle or is_within:
-                    break
-                victim = self._idle[0]
+                pools = [e.pool for e in self._entries.values() if e.pool is not None]
+            taken = sum(pool.nbytes for pool in pools)
+            if taken <= self.memory_bytes and len(pools) <= _MOST_IN_MEMORY:
+                break
             try:
-                with victim.lock:
-                    self._evict(victim)
+                self._save_one(entry)
             except (OSError, ValueError) as error:
                 self._count("failed")
                 warnings.warn(
-                    f"the pool {victim.name!r} stays in memory because it cannot be saved: {error}",
+                    f"the pool {entry.name!r} stays in memory because it cannot be saved: {error}",
                     stacklevel=2,
                 )
                 break
         self._trim_disk()
-
-    def _evict(self, entry: _Entry) -> None:
-        """Save a pool, and drop it from memory unless it was opened meanwhile."""
-        if entry.num_users or entry.pool is None:
-            return
-        self._save_one(entry)
-        with self._lock:
-            if not entry.num_users:
-                self._let_go(entry)
-                self._counted["evicted"] += 1
-
-    def _let_go(self, entry: _Entry) -> None:
-        with self._lock:
-            self._idle.discard(entry)
-            if self._is_current(entry):
-                del self._entries[entry.path.stem]
-            entry.pool = None
-            self._unclaim(entry)
 
     def _count(self, what: str, disk_bytes: int = 0) -> None:
         with self._lock:
             self._counted[what] += 1
             self._disk_bytes += disk_bytes
 
-    def _is_current(self, entry: _Entry) -> bool:
-        return self._entries.get(entry.path.stem) is entry
-
     # --- pools and files --------------------------------------------------------------------
     #
-    # The caller of `_claim`, `_read` and `_write` holds the lock of the entry.
+    # The caller of `_claim` and `_read` holds the lock of the entry.
 
     def _claim(self, entry: _Entry) -> bool:
         """Return whether this process may write a name; other processes may not from now on."""
@@ -408,17 +361,13 @@ class PoolStore:
                 entry.writing = lock
         return entry.writing is not None
 
-    def _unclaim(self, entry: _Entry) -> None:
-        """Let other processes write a name; the caller holds the store's lock."""
-        lock, entry.writing = entry.writing, None
-        if lock is not None:
-            with suppress(OSError):  # Windows does so itself, after the release
-                os.unlink(lock.lock_file)
-            lock.release()
-
     def _read(self, entry: _Entry) -> NGramPool:
-        """Read a pool's file; return a new pool if it is missing or damaged."""
-        is_reader = entry.writing is None
+        """Read a pool's file; return a new pool if it is missing or damaged.
+
+        The pool is read-only if another process writes the name.
+        """
+        is_reader = not self._claim(entry)
+        entry.saved = 0, 0.0
         try:
             pool = NGramPool.load(entry.path, model=self.model, read_only=is_reader)
         except FileNotFoundError:
@@ -437,18 +386,12 @@ class PoolStore:
                     f"{pool.tokenizer}"
                 )
             pool.tokenizer = pool.tokenizer or self.tokenizer
+            entry.saved = pool._learned
             self._count("loaded")
             return pool
         pool = NGramPool(self.capacity_tokens, self.max_ngram_size)
         pool.tokenizer, pool.model = self.tokenizer, self.model
         return pool.as_read_only() if is_reader else pool
-
-    def _write(self, entry: _Entry, pool: NGramPool) -> None:
-        if entry.path.stem.startswith(_HASHED):
-            write_whole(_name_path(entry.path), entry.name.encode("utf-8", "surrogatepass"))
-        size_before = _size_of(entry.path)
-        pool.save(entry.path)
-        self._count("saved", _size_of(entry.path) - size_before)
 
     # --- regularly --------------------------------------------------------------------------
 
@@ -465,25 +408,17 @@ class PoolStore:
         return errors
 
     def _save_one(self, entry: _Entry) -> None:
-        """Save a pool that has learned, and let other processes write its name if it has no users.
-
-        A pool without users whose file another process has changed or removed leaves memory.
-        """
+        """Save a pool that has learned; it leaves memory if nobody has it open."""
         with entry.lock:
             pool = entry.pool
-            if pool is None or not self._is_current(entry):
-                return
-            is_stale = entry.writing is None and stamp_of(entry.path) != entry.stamp
-            if entry.writing is not None and (mark := pool._learned) != entry.mark:
-                self._write(entry, pool)
-                entry.mark, entry.stamp = mark, stamp_of(entry.path)
-                entry.nbytes = pool.nbytes
-            with self._lock:
-                if not entry.num_users:
-                    if pool._learned == entry.mark:  # else it learned while it was written
-                        self._unclaim(entry)
-                    if is_stale:
-                        self._let_go(entry)
+            if pool is not None and (learned := pool._learned) != entry.saved:
+                if entry.path.stem.startswith(_HASHED):
+                    name = entry.name.encode("utf-8", "surrogatepass")
+                    write_whole(_name_path(entry.path), name)
+                pool.save(entry.path)
+                entry.saved = learned
+                self._count("saved", entry.path.stat().st_size)
+            self._let_go(entry)
 
     def _files(self) -> list[tuple[float, int, Path]]:
         """Return the time of the last use, the size in bytes, and the path of each pool's file."""
@@ -570,10 +505,3 @@ def _name_of(path: Path) -> str | None:
 
 def _name_path(path: Path) -> Path:
     return path.with_suffix(".name")
-
-
-def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -108,12 +108,8 @@ class SuccessorTable:
 
     def contexts(self) -> Int64Array:
         """Return the contexts held, int64 [num_contexts, 2], as `put` takes them."""
-        return _pairs_of(self.held.keys[self.held.keys != NONE])
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return copies of the first four arrays without empty rows; newest first by bucket."""
-        is_held = self.held.keys != NONE
-        return {name: getattr(self.held, name)[is_held] for name in Rows._fields[:4]}
+        previous, last = np.divmod(self.held.keys[self.held.keys != NONE], MAX_TOKEN_ID + 1)
+        return np.stack([previous - 1, last], axis=1)
 
     def _put(
         self,
@@ -145,12 +141,6 @@ def _empty(num_rows: int) -> Rows:
         np.full(shape, _kernels.MAX_COST, np.uint16),
         np.zeros(num_rows, np.int32),
     )
-
-
-def _pairs_of(keys: Int64Array) -> Int64Array:
-    """Return the contexts of keys, as `put` takes them."""
-    previous, last = np.divmod(keys, MAX_TOKEN_ID + 1)
-    return np.stack([previous - 1, last], axis=1)
 
 
 def _power_of_two(number: int) -> int:

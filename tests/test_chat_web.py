@@ -4,12 +4,14 @@ import asyncio
 import os
 import runpy
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lade.models import LoadedModel
 from tests.lade.tiny import byte_tokenizer, tiny_model
@@ -18,6 +20,7 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+PAGE = str(Path(__file__).parents[1] / "examples" / "chat_web.py")
 _WAIT_MSEC = 90_000  # a busy machine takes its time
 
 pytestmark = [
@@ -32,8 +35,8 @@ pytestmark = [
 @pytest.fixture
 def served() -> Iterator[tuple[Any, str]]:
     """A page and its address."""
-    pytest.importorskip("gradio", reason='needs the extra: pip install "lade-decoding[web]"')
-    names = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "chat_web.py"))
+    pytest.importorskip("gradio", reason='needs: pip install ".[web]"')
+    names = runpy.run_path(PAGE)
     model = tiny_model(vocab_size=256, eos_token_id=None, max_position_embeddings=2**15)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
@@ -74,6 +77,14 @@ def open_tab(served: tuple[Any, str]) -> Iterator[Callable[[], Any]]:
         started.close()
     assert faults == []
     assert [url for url in asked if not url.startswith((address, "data:"))] == []
+
+
+def test_a_race_ends_where_an_answer_repeats_itself() -> None:
+    pytest.importorskip("gradio", reason='needs: pip install ".[web]"')
+    stop = runpy.run_path(PAGE)["_Stop"](threading.Event(), 3)
+    texts = [torch.tensor([[1, 2, 3, *[5, 6] * 200]])[:, : 3 + num] for num in range(1, 400)]
+    assert [stop(text, None).all().item() for text in texts].index(True) == 320 - 1
+    assert stop.has_loop
 
 
 def test_tabs_chat_race_and_share_nothing(

@@ -86,6 +86,7 @@ def test_pools_of_users(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+@pytest.mark.exhaustive  # a kernel of its own, and some hundred tokens
 @pytest.mark.model
 @pytest.mark.usefixtures("real_model")
 def test_the_notebook_runs_from_top_to_bottom() -> None:

@@ -1,24 +1,25 @@
-"""Whether to ask a source of drafts, and for how many tokens, K: by measured costs and gains.
+"""Whether to ask a source of drafts: by measured costs and gains.
 
 A source is worth asking if the tokens that it adds to the drafts of cheaper sources save more
 seconds than asking takes. How many it adds depends on how sure the cheaper sources are, so the gain
 is learned for a few levels of that, and on the text, so each call learns it again. The cost of a
-draft is kept between calls. A model's draft is extended by the same numbers.
+draft is kept between calls.
 """
 
+import math
 from bisect import bisect_right
 
 from lade.budget.seconds import MOST_TRIALS, SHARE_OF_TRIALS, Seconds
 
 # Bounds between levels: the tokens that cheaper sources are expected to yield.
 _LEVELS = (0.3, 1.0, 2.5)
-MEMORY = 32.0  # measurements, or steps, that a decaying mean covers
+_MEMORY = 32.0  # measurements, or steps, that a decaying mean covers
 # A source may have to run more tokens of the text than this first, as at its first draft. Then its
 # expected gain must exceed their time: by this factor until its gain is measured, and never before
 # a few steps. In simulated calls of 64 tokens, a losing source took up to 10 % of the time with a
 # factor of 1, and 4 % with this.
-FEW_BEHIND = 16
-_DOUBT = 9.0
+_FEW_BEHIND = 16
+_DOUBT, _STEPS_BEFORE_RUNS = 9.0, 3
 
 
 class Mean:
@@ -35,75 +36,27 @@ class Mean:
 
     def add(self, value: float) -> None:
         """Take a measurement into account."""
-        num = min(self.num + 1, MEMORY)
+        num = min(self.num + 1, _MEMORY)
         self.value += (value - self.value) / num
         self.num = num  # last, for calls of other threads
-
-
-class BackOff:
-    """Limits trials that do not pay to a small share of the steps, or seconds, without them.
-
-    The user chooses the unit. Nothing is drawn at random.
-
-    Args:
-        share: share of the passed amount that trials may take.
-        first: amount that trials may take at the start.
-        most: maximum amount saved for trials.
-    """
-
-    def __init__(self, share: float, first: float, most: float) -> None:
-        self.left = first
-        self._share = share
-        self._most = most
-
-    def passed(self, amount: float) -> None:
-        """Save a share of an amount for trials."""
-        if self.left < self._most:
-            self.left = min(self._most, self.left + self._share * amount)
-
-    def spent(self, amount: float) -> None:
-        """Subtract a trial that did not pay."""
-        self.left -= amount
-
-    def granted(self, amount: float) -> None:
-        """Let trials take at least this amount: they look promising."""
-        self.left = max(self.left, amount)
-
-
-# --- whether it is asked --------------------------------------------------------------------
 
 
 class StepRate:
     """Measured time and tokens of a call's steps."""
 
     def __init__(self) -> None:
-        self._sec = self._num_tokens = self._num_steps = 0.0  # decayed sums
+        self.step_sec = Mean()
+        self.num_tokens = Mean()  # that all rows emitted in a step
 
     def record(self, sec: float, num_tokens: int) -> None:
         """Learn a step's seconds, drafting included, and how many tokens all rows emitted."""
-        decay = 1 - 1 / MEMORY
-        self._sec = decay * self._sec + sec
-        self._num_tokens = decay * self._num_tokens + num_tokens
-        self._num_steps = decay * self._num_steps + 1.0
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether a few steps were measured."""
-        return self._num_steps >= 2
+        self.step_sec.add(sec)
+        self.num_tokens.add(num_tokens)
 
     @property
     def token_sec(self) -> float:
         """Seconds that a token takes at present; 0 until a step was measured."""
-        return self._sec / self._num_tokens if self._num_tokens else 0.0
-
-    @property
-    def step_sec(self) -> float:
-        """Seconds of a step."""
-        return self._sec / self._num_steps
-
-    def steps_of(self, num_tokens: int) -> float:
-        """Return about how many steps emit `num_tokens` tokens."""
-        return num_tokens * self._num_steps / self._num_tokens
+        return self.step_sec.value / (self.num_tokens.value or math.inf)
 
 
 class SourceGate:
@@ -122,7 +75,8 @@ class SourceGate:
         self._rate = rate
         self._gain = Mean(1.0, 1.0)  # tokens added; as if it had been one, once
         self._gains = [Mean() for _ in range(len(_LEVELS) + 1)]  # the same by level
-        self._back_off: BackOff | None = None  # once its cost is known
+        self._left: float | None = None  # seconds that trials may lose, once the cost is known
+        self._most_left = 0.0
 
     def is_worth(self, num_expected: float, num_behind: int, num_to_come: int) -> bool:
         """Return whether to ask now, because it pays or to learn whether it does.
@@ -133,20 +87,20 @@ class SourceGate:
             num_to_come: tokens that may still be emitted, and so may profit from that run.
         """
         costs, rate = self.costs, self._rate
-        is_behind = num_behind > FEW_BEHIND
-        if is_behind and not rate.is_settled:
+        is_behind = num_behind > _FEW_BEHIND
+        if is_behind and rate.step_sec.num < _STEPS_BEFORE_RUNS:
             return False
         if not rate.token_sec or not costs.is_known:
             return True
         draft_sec, asking_sec = costs.at(1.0), float(costs.at(1.0 + num_behind))
         behind_sec = asking_sec - float(draft_sec) if is_behind else 0.0
         net, doubt = self._net_gain(num_expected), 1.0 if self._gain.num > 1 else _DOUBT
-        if net > 0 and net * rate.steps_of(num_to_come) >= behind_sec * doubt:
+        if net > 0 and net * num_to_come / rate.num_tokens.value >= behind_sec * doubt:
             return True
-        if self._back_off is None:
-            first = min(MOST_TRIALS * float(draft_sec), rate.step_sec)
-            self._back_off = BackOff(SHARE_OF_TRIALS, first, MOST_TRIALS * asking_sec)
-        left = self._back_off.left
+        if self._left is None:
+            self._left = min(MOST_TRIALS * float(draft_sec), rate.step_sec.value)
+            self._most_left = MOST_TRIALS * asking_sec
+        left = self._left
         if self._gain.num <= MOST_TRIALS:  # first trials may take the savings of the whole call
             left += SHARE_OF_TRIALS * num_to_come * rate.token_sec
         return left >= asking_sec
@@ -162,13 +116,13 @@ class SourceGate:
         self._gain.add(num_added)
         self._gains[bisect_right(_LEVELS, num_expected)].add(num_added)
         lost = sec - num_added * self._rate.token_sec
-        if self._back_off is not None and lost > 0 and self._net_gain(num_expected) <= 0:
-            self._back_off.spent(lost)
+        if self._left is not None and lost > 0 and self._net_gain(num_expected) <= 0:
+            self._left -= lost
 
     def passed(self, sec: float) -> None:
         """Save a share of a step's seconds for trials."""
-        if self._back_off is not None:
-            self._back_off.passed(sec)
+        if self._left is not None:
+            self._left = max(self._left, min(self._most_left, self._left + SHARE_OF_TRIALS * sec))
 
     def _net_gain(self, num_expected: float) -> float:
         """Return the seconds that asking is expected to save, below 0 for a loss."""

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lade.budget.asking import BackOff
 from lade.budget.seconds import KNOTS, Floats, Seconds
 from lade.stats import WidthStats
+from lade.tree import matched_path
 from ngram_pool import Draft
 
 _Row = TypeVar("_Row", bound=Hashable)
@@ -69,47 +69,29 @@ class Calibration:
         believed: Floats = np.minimum(1.0, worth * probs)
         return believed
 
-    def count(self, promised: Floats, came: Floats) -> None:
-        """Learn from the promised probabilities of nodes, and whether each came true, 1 or 0."""
-        promises, outcomes = _MEMORY * self._promised, _MEMORY * self._came
-        if len(promised):
-            intervals = _PROMISES.searchsorted(promised, "right")
-            promises += np.bincount(intervals, promised, _NUM_INTERVALS)
-            outcomes += np.bincount(intervals, came, _NUM_INTERVALS)
-        prior = _PRIOR_WEIGHT
-        of_all = (outcomes.sum() + self._share * prior) / (promises.sum() + prior)
-        self._worth = (outcomes + _ALIKE * of_all) / (promises + _ALIKE)
-        self._promised, self._came = promises, outcomes
-
     def learn(self, draft: Draft, token_ids: Sequence[int]) -> bool:
-        """Compare promises with the emitted tokens; return whether the likeliest node came true."""
-        came = came_of(draft, token_ids)
-        self.count(draft.probs, came)
+        """Compare promises with the emitted tokens; return whether the likeliest node came true.
+
+        The outcome of a node beyond the last emitted token is unknown if its path up to there was
+        emitted. Then the node counts with the drafter's probability, given that path. Without it,
+        only the failures beside it would count, and teach that long drafts are worth nothing.
+        """
+        probs, came = draft.probs, np.zeros(len(draft))
+        path = matched_path(draft, token_ids)
+        came[path] = 1.0
+        if path and len(path) == len(token_ids):
+            known, beyond = probs.item(path[-1]), {path[-1]}
+            for node, parent in enumerate(draft.parents.tolist()):
+                if parent in beyond and known > 0 and probs[node] > 0:
+                    beyond.add(node)
+                    came[node] = min(1.0, probs[node] / known)
+        intervals = _PROMISES.searchsorted(probs, "right")
+        self._promised = _MEMORY * self._promised + np.bincount(intervals, probs, _NUM_INTERVALS)
+        self._came = _MEMORY * self._came + np.bincount(intervals, came, _NUM_INTERVALS)
+        promised, came_true = self._promised.sum() + _PRIOR_WEIGHT, self._came.sum()
+        of_all = (came_true + self._share * _PRIOR_WEIGHT) / promised
+        self._worth = (self._came + _ALIKE * of_all) / (self._promised + _ALIKE)
         return len(came) > 0 and came.item(0) == 1.0
-
-
-def came_of(draft: Draft, token_ids: Sequence[int]) -> Floats:
-    """Return whether the path of each node was emitted: 1, 0, or a probability where unknown.
-
-    The outcome of a node beyond the last emitted token is unknown if its path up to there was
-    emitted. Then the node counts with the drafter's probability, given that path. Without it, only
-    the failures beside it would count, and teach that long drafts are worth nothing.
-    """
-    num_nodes = len(draft.token_ids)
-    came, parents = np.zeros(num_nodes), draft.parents.tolist()
-    last, depth, most = -1, 0, len(token_ids)
-    for node, (parent, token_id) in enumerate(zip(parents, draft.token_ids.tolist(), strict=True)):
-        if parent == last and token_id == token_ids[depth]:
-            came[node], last, depth = 1.0, node, depth + 1
-            if depth == most:
-                break
-    if depth == most and last >= 0:
-        known, probs, beyond = draft.probs.item(last), draft.probs.tolist(), {last}
-        for node in range(last + 1, num_nodes):
-            if parents[node] in beyond and known > 0 and probs[node] > 0:
-                beyond.add(node)
-                came[node] = min(1.0, probs[node] / known)
-    return came
 
 
 class Budget:
@@ -146,7 +128,7 @@ class Budget:
         self._calibrations: dict[Hashable, Calibration] = {}
         self._num_emitted: Mapping[Any, int] = {}
         self._has_refused = False  # whether this step's draft was not worth its cost
-        self._back_off = BackOff(1 / _DRAFTS_BEFORE_REST, _DRAFTS_BEFORE_REST, 1.0)
+        self._num_left = float(_DRAFTS_BEFORE_REST)  # drafts that may be asked for
         # Of `widths`: steps, tokens and seconds, by number of draft tokens.
         self._sums = np.zeros((3, len(WIDTHS)))
 
@@ -171,7 +153,7 @@ class Budget:
     @property
     def is_resting(self) -> bool:
         """Whether drafts have not been worth verifying for some time."""
-        return self._back_off.left < 1.0
+        return self._num_left < 1.0
 
     def nums_of_nodes(
         self,
@@ -214,7 +196,7 @@ class Budget:
                 rows = np.repeat(range(num_rows), [*map(len, worths)])[order[: chosen[0]]]
                 chosen = np.bincount(rows, minlength=num_rows).tolist()
         if any(chosen):
-            self._back_off.granted(_DRAFTS_BEFORE_REST)
+            self._num_left = float(_DRAFTS_BEFORE_REST)
         self._recent_most = max(*chosen, _MEMORY * self._recent_most)
         self._has_refused = is_known and not any(chosen)
         return dict(zip(probs, chosen, strict=True))
@@ -248,11 +230,11 @@ class Budget:
         hits = [self._calibration(row).learn(draft, ids) for row, (draft, ids) in outcomes.items()]
         # A step without a draft has refused none.
         if self._has_refused and any(len(draft) for draft, _ in outcomes.values()):
-            self._back_off.spent(1.0)
+            self._num_left -= 1.0
         self._has_refused = False
-        self._back_off.passed(1.0)
+        self._num_left = max(self._num_left, min(1.0, self._num_left + 1 / _DRAFTS_BEFORE_REST))
         if hits and 2 * sum(hits) >= len(hits):
-            self._back_off.granted(_DRAFTS_BEFORE_REST)
+            self._num_left = float(_DRAFTS_BEFORE_REST)
         self._num_emitted = num_emitted
 
     def _tally(

@@ -13,14 +13,10 @@ sizes that were not measured recently. Nothing is drawn at random.
 
 import math
 from bisect import bisect_left
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from lade.budget import _kernels
-from ngram_pool.compiling import compile_by
 
 Floats = NDArray[np.float64]
 
@@ -32,6 +28,7 @@ SIZES = (
     *(96, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
 )
 KNOTS = np.array(SIZES, np.float64)
+_PLACES = np.arange(len(KNOTS), dtype=np.float64)
 
 # Share of the time that trials may lose, and how many steps, or drafts, it may be at once.
 SHARE_OF_TRIALS, MOST_TRIALS = 0.005, 4.0
@@ -54,6 +51,20 @@ _HOPE = 0.7
 _REACH = 6  # the largest size to try, times the largest measured
 
 
+def _prior() -> Floats:
+    """Return the covariance before any measurement: deviations of near sizes are alike."""
+    # The second token has a deviation of its own: other kernels run from there on.
+    apart = np.log(KNOTS) + (KNOTS > 1)
+    steps = _SD**2 * apart
+    covariance = np.zeros((2 + len(KNOTS), 2 + len(KNOTS)))
+    covariance[0, 0], covariance[1, 1] = _LEVEL_SD**2, _SLOPE_SD**2
+    covariance[2:, 2:] = np.minimum.outer(steps, steps)
+    return covariance
+
+
+_PRIOR = _prior()
+
+
 class _Belief(NamedTuple):
     """The estimate; replaced as a whole, because other threads read it."""
 
@@ -61,6 +72,22 @@ class _Belief(NamedTuple):
     covariance: Floats
     noise: float  # variance of measurements
     curve: Floats  # seconds of the sizes `KNOTS`, never less for more
+
+    @classmethod
+    def of(cls, mean: Floats, covariance: Floats, noise: float) -> "_Belief":
+        """Return a belief with its curve."""
+        logs = mean[0] + np.log1p(math.exp(mean[1]) * (KNOTS - 1.0)) + mean[2:]
+        # If a larger size seems to take less time, the smaller one was measured under load.
+        return cls(mean, covariance, noise, np.exp(np.minimum.accumulate(logs[::-1])[::-1]))
+
+    def gradients(self, sizes: Floats) -> Floats:
+        """Return the gradients of the log seconds of sizes by `mean` [num_sizes, len(mean)]."""
+        rows = np.empty((len(sizes), len(self.mean)))
+        grown = math.exp(self.mean[1]) * (sizes - 1.0)
+        rows[:, 0], rows[:, 1] = 1.0, grown / (1.0 + grown)
+        places = np.interp(sizes, KNOTS, _PLACES)  # interpolation between knots
+        rows[:, 2:] = np.maximum(0.0, 1.0 - np.abs(places[:, None] - _PLACES))
+        return rows
 
 
 class Seconds:
@@ -71,15 +98,13 @@ class Seconds:
     """
 
     def __init__(self, num_alike: int = 1) -> None:
-        compile_kernels()
-        mean = np.zeros(2 + len(KNOTS))
-        mean[1] = math.log(_SLOPE * num_alike)
-        self._unknown = mean
-        self._believe(mean, _PRIOR, _SD**2)
+        self._unknown = np.zeros(2 + len(KNOTS))
+        self._unknown[1] = math.log(_SLOPE * num_alike)
+        self._belief = _Belief.of(self._unknown, _PRIOR, _SD**2)
         self._seen: set[int] = set()  # indices of sizes that have run
         self._largest = 1.0  # measured
         self._num_asked = 0
-        self._left = np.zeros(1)  # seconds that trials may lose
+        self._left = 0.0  # seconds that trials may lose
         #: Whether there is a measurement.
         self.is_known = False
 
@@ -114,75 +139,51 @@ class Seconds:
             return 0
         most = _REACH * max(self._largest, sizes.item(0))
         num = max(1, int(sizes.searchsorted(most, "right")))
-        mean, covariance, _, curve = self._belief
-        scratch = np.empty((2, len(mean)))
-        belief = mean, covariance, curve, KNOTS
-        return int(_kernels.choose(*belief, sizes[:num], gains[:num], _HOPE, self._left, scratch))
+        sizes, gains = sizes[:num], gains[:num]
+        sec = self.at(sizes)
+        best = int((gains / sec).argmax())
+        rate = gains.item(best) / sec.item(best)
+        rows = self._belief.gradients(sizes)
+        rows -= rows[best]
+        doubts = np.sqrt(np.maximum(0.0, (rows @ self._belief.covariance * rows).sum(axis=1)))
+        tried = int((gains - rate * sec * np.exp(-_HOPE * doubts)).argmax())
+        lost = sec.item(tried) - gains.item(tried) / rate
+        if lost > self._left:
+            return best
+        self._left -= lost
+        return tried
 
     def record(self, size: float, sec: float) -> None:
         """Learn from a measurement."""
         mean, covariance, noise, _ = self._belief
-        row, of_row = np.zeros((2, len(mean)))
-        expected = _kernels.add_row(mean, KNOTS, float(size), 1.0, row)
+        (row,) = self._belief.gradients(np.array([size], np.float64))
         log_sec = math.log(max(sec, 1e-9))  # a coarse clock may not have advanced
+        grown = math.exp(mean[1]) * (size - 1.0)
+        surprise = log_sec - (mean.item(0) + math.log1p(grown) + float(row[2:] @ mean[2:]))
         index = bisect_left(SIZES, size)
         is_first = index not in self._seen
         self._seen.add(index)
         if not self.is_known:
             mean = mean.copy()
-            mean[0] += log_sec - expected
-            expected = log_sec
+            mean[0] += surprise
+            surprise = 0.0
         # The first run of a size may include allocation and compilation.
-        if is_first and log_sec >= expected:
-            self._believe(mean, covariance, noise)
+        if is_first and surprise >= 0.0:
+            self._belief = _Belief.of(mean, covariance, noise)
             return
         self._largest = max(self._largest, size)
-        variance = _kernels.project(covariance, row, of_row) + noise
+        of_row = covariance @ row
+        variance = float(row @ of_row) + noise
         most = _OUTLIER * math.sqrt(variance)
-        surprise = min(log_sec - expected, most)  # a time may be too long, but hardly too short
-        seen = max(surprise, -most) ** 2
-        noise = max(_LEAST_SD**2, noise + _NEWEST * (seen - variance))
+        surprise = min(surprise, most)  # a time may be too long, but hardly too short
+        noise = max(_LEAST_SD**2, noise + _NEWEST * (max(surprise, -most) ** 2 - variance))
         variance += _NEWEST * max(0.0, surprise) ** 2
-        known, learned = (mean, covariance), (np.empty_like(mean), np.empty_like(covariance))
-        measured = surprise, variance, _FORGOTTEN
-        _kernels.correct(*known, self._unknown, _PRIOR, of_row, *measured, *learned)
-        self._believe(*learned, noise)
-        saved = self._left.item() + SHARE_OF_TRIALS * sec if self.is_known else math.inf
-        self._left[0] = min(saved, MOST_TRIALS * self._belief.curve.item(0))
+        gain = of_row / variance
+        mean = mean + surprise * gain
+        mean[1:] += _FORGOTTEN * (self._unknown - mean)[1:]  # the level is not forgotten
+        covariance = covariance - gain[:, None] * of_row
+        covariance += _FORGOTTEN * (_PRIOR - covariance)
+        self._belief = _Belief.of(mean, covariance, noise)
+        saved = self._left + SHARE_OF_TRIALS * sec if self.is_known else math.inf
+        self._left = min(saved, MOST_TRIALS * self._belief.curve.item(0))
         self.is_known = True
-
-    def _believe(self, mean: Floats, covariance: Floats, noise: float) -> None:
-        curve = np.empty(len(KNOTS))
-        _kernels.write_curve(mean, KNOTS, curve)
-        self._belief = _Belief(mean, covariance, noise, curve)
-
-
-def _prior() -> Floats:
-    """Return the covariance before any measurement: deviations of near sizes are alike."""
-    # The second token has a deviation of its own: other kernels run from there on.
-    apart = np.log(KNOTS) + (KNOTS > 1)
-    steps = _SD**2 * apart
-    covariance = np.zeros((2 + len(KNOTS), 2 + len(KNOTS)))
-    covariance[0, 0], covariance[1, 1] = _LEVEL_SD**2, _SLOPE_SD**2
-    covariance[2:, 2:] = np.minimum.outer(steps, steps)
-    return covariance
-
-
-_PRIOR = _prior()
-
-
-@cache
-def compile_kernels() -> None:
-    """Compile the kernels of budgets, so that no step waits for or fails in compilation."""
-    compile_by(_run_kernels, _kernels)
-
-
-def _run_kernels() -> None:
-    curve, left = np.ones(len(KNOTS)), np.zeros(1)
-    mean, scratch = np.zeros(len(_PRIOR)), np.zeros((2, len(_PRIOR)))
-    _kernels.write_curve(mean, KNOTS, curve)
-    _kernels.choose(mean, _PRIOR, curve, KNOTS, curve, curve, _HOPE, left, scratch)
-    expected = _kernels.add_row(mean, KNOTS, 1.0, 1.0, scratch[0])
-    measured = expected, _kernels.project(_PRIOR, *scratch), _FORGOTTEN
-    learned = mean, np.empty_like(_PRIOR)
-    _kernels.correct(mean, _PRIOR, mean, _PRIOR, scratch[1], *measured, *learned)

@@ -188,10 +188,15 @@ def has_adapters_by_row(model: Model) -> bool:
     )
 
 
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Return the hooks of a module's forward that may do something."""
+    hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
+    return [hook for hook in hooks if not does_nothing(hook)]
+
+
 def has_hook(module: nn.Module) -> bool:
     """Return whether a module has hooks, torch's or accelerate's, that may do something."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return not all(map(does_nothing, hooks)) or hasattr(module, "_hf_hook")
+    return bool(hooks_of(module)) or hasattr(module, "_hf_hook")
 
 
 def does_nothing(hook: Any) -> bool:

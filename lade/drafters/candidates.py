@@ -55,7 +55,7 @@ class Candidates(Drafter):
     """Drafts by a candidate generator of `transformers.generation.candidate_generator`.
 
     It is asked where its tokens are worth their time. Its generator should decode greedily. If the
-    generator reads hidden states of the target, forwards of the target run by torch and return
+    generator reads hidden states of the target, torch runs its forward passes, which return
     them; such a generator drafts for a single prompt of text that is verified by trees.
 
     Args:
@@ -68,8 +68,8 @@ class Candidates(Drafter):
     # Of a call.
     _call: DraftingCall
     _processors: HypotheticalProcessors
-    _texts: dict[int, DraftedText]
-    _num_opened: int
+    _texts: list[DraftedText]
+    _num_opened = 0
     _outputs: Callable[[int], Any] | None  # of the target, since they were last asked for
 
     def __init__(self, make: Make, *, name: str = "candidates") -> None:
@@ -85,19 +85,16 @@ class Candidates(Drafter):
         mine = copy.copy(self)
         mine._call, mine._outputs = call, None
         mine._processors = HypotheticalProcessors(call.processors, call.num_rows)
-        first = mine._made(0)
+        mine._texts = [DraftedText(row, mine._made(row)) for row in range(call.num_rows)]
+        first = mine._texts[0].generator
         if getattr(first, "requires_model_outputs", False):
             mine._outputs = call.record(first.model_kwargs_overrides)
-        mine._texts, mine._num_opened = {0: DraftedText(0, first)}, 0
         return mine
 
     def open(self, prompt_ids: Sequence[int]) -> int:
         """Begin a sequence."""
-        handle = self._num_opened
         self._num_opened += 1
-        if handle not in self._texts:
-            self._texts[handle] = DraftedText(handle, self._made(handle))
-        return handle
+        return self._num_opened - 1
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Return the generator's path after the text, and other likely or drawn tokens beside."""

@@ -16,7 +16,6 @@ from lade.drafters.candidates import Candidates, config_for
 from lade.drafters.runner import Assistant, plan_for
 from lade.drafting.drafter import DraftingCall
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
-from lade.probing.factory import VerificationPlan
 from lade.probing.profile import Profiles, computing, profile_of
 from lade.probing.rules import refuse_encoder_decoder
 
@@ -25,9 +24,9 @@ class AssistantModel(Candidates):
     """A small model that drafts for a larger one: a causal LM, or one trained for its states.
 
     One object serves any number of calls, one after another or side by side. Each call has its own
-    KV cache; the measured times of drafts are kept for later calls. A causal LM runs by lade's
-    forwards. A model that reads hidden states of the target (DFlash, Gemma 4's assistants) runs by
-    torch, and so does its target, for a single prompt of text that is verified by trees.
+    KV cache; the measured times of drafts are kept for later calls. lade runs a causal
+    LM. A model that reads hidden states of the target (DFlash, Gemma 4's assistants) is run by
+    torch, and so is its target, for a single prompt of text that is verified by trees.
 
     Args:
         model: the assistant; it is not changed, and may be in use elsewhere.
@@ -89,16 +88,16 @@ class AssistantModel(Candidates):
             made = candidate_generator(call.model, config, input_ids, processors, self.model)
             vars(made).update(self._options)  # those of its length
             return made
-        config, (model, plan) = config_for(call, speculation_type=None), self._model_for(call)
+        config, model = config_for(call, speculation_type=None), self._model_for(call)
         limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         config.max_length = min(call.max_length, 1 + (limit or call.max_length))
         num_drafted = call.vocab_size if self._tokenizers is None else None
-        assistant = Assistant(model, plan, call.max_length, self._options, num_drafted)
+        assistant = Assistant(model, call.max_length, self._options, num_drafted)
         given = config, input_ids, processors, assistant, self._tokenizers
         return candidate_generator(call.model, *given)
 
-    def _model_for(self, call: DraftingCall) -> tuple[Model, VerificationPlan]:
-        """Return the model to run for a call, and how."""
+    def _model_for(self, call: DraftingCall) -> Model:
+        """Return the model to run for a call."""
         mine, theirs = self.model.config.get_text_config(decoder=True).vocab_size, call.vocab_size
         if mine != theirs and not self._compares:
             raise UnsupportedModelError(
@@ -106,8 +105,7 @@ class AssistantModel(Candidates):
                 f"another vocabulary, of {mine} tokens beside {theirs}, and no tokenizers were "
                 "given to translate between them"
             )
-        model = computing(self.model)
-        return model, plan_for(model)
+        return computing(self.model)
 
 
 class FirstLayers(AssistantModel):
@@ -138,8 +136,8 @@ class FirstLayers(AssistantModel):
         self._set(length, name, options)
         self.num_layers = num_layers
 
-    def _model_for(self, call: DraftingCall) -> tuple[Model, VerificationPlan]:
-        """Return a view that runs only the first layers, and how, kept with the model's profile."""
+    def _model_for(self, call: DraftingCall) -> Model:
+        """Return a view that runs only the first layers, kept with the model's profile."""
         model, num_layers = call.model, self.num_layers
         refuse_encoder_decoder(model)
         layers = _layers_of(model)
@@ -149,12 +147,13 @@ class FirstLayers(AssistantModel):
                 f"{num_layers}"
             )
 
-        def view(cuts_cache: bool) -> tuple[Model, VerificationPlan]:
+        def view(cuts_cache: bool) -> Model:
             found = with_first_layers(model, layers, num_layers, cuts_cache=cuts_cache)
             found.__dict__["_lade_profiles"] = Profiles()
-            return found, plan_for(found)
+            plan_for(found)  # which refuses a view that does not run
+            return found
 
-        def find() -> tuple[Model, VerificationPlan]:
+        def find() -> Model:
             with Attempt():
                 return view(cuts_cache=True)
             return view(cuts_cache=False)

@@ -1,18 +1,19 @@
 """`Prediction`: drafts from a predicted answer, at the position that the real answer has reached.
 
 A pool finds a position by the last tokens alone, which does not work right after an edit. Here the
-position is followed. After a token that was not predicted, the answer probably goes on behind the
-predicted token or in front of it. A replacement that was made once is probably made again.
+position is followed. After tokens that were not predicted, the answer probably goes on behind as
+many predicted ones. A replacement that was made once is probably made again.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from lade.budget.asking import Mean
 from lade.drafting.drafter import Drafter
-from lade.drafting.drafts import draft_of
+from lade.drafting.drafts import chain
 from ngram_pool import Draft
 
 # Expected acceptance of a next token right after the position was lost. The error halves after one
@@ -53,9 +54,7 @@ class _Row:
     #: Last sure position, and the tokens emitted since the text left it.
     anchor: int = 0
     since: list[int] = field(default_factory=list)
-    #: New tokens by old ones, and old ones that are not always replaced.
-    edits: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
-    not_edits: set[tuple[int, ...]] = field(default_factory=set)
+    edits: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)  # new by old tokens
 
 
 class Prediction(Drafter):
@@ -90,28 +89,21 @@ class Prediction(Drafter):
         del self._rows[sequence]
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
-        """Return the continuation, in one path, or in two if the position is guessed."""
+        """Return the continuation of the prediction, in one path."""
         row = self._rows[sequence]
         forced = committed[row.length :]  # by a grammar, and not observed
-        starts = self._starts(row)
-        if forced:
-            starts = [position for each in starts if (position := self._after(row, each, forced))]
+        start, prob, probs = self._start(row), 1.0, list[float]()
+        if start is not None:
+            start = self._after(row, start, forced)
+        if start is None:
+            return Draft.empty()
         most = min(max_draft_tokens, _PATH_PER_MATCH * (1 + row.run))
-        nodes: list[tuple[float, int, int, int]] = []  # probability, path, depth, token
-        for path, start in enumerate(starts):
-            prob = 1.0 / len(starts)
-            for depth, (token_id, _) in enumerate(self._ahead(row, start)):
-                prob *= self._prob(row.run + len(forced) + depth).value
-                if depth == most or prob < _LEAST_PROB:
-                    break
-                nodes.append((-prob, path, depth, token_id))
-        nodes = sorted(nodes)[:max_draft_tokens]
-        numbers = {(path, depth): node for node, (_, path, depth, _) in enumerate(nodes)}
-        return draft_of(
-            [token_id for *_, token_id in nodes],
-            [numbers.get((path, depth - 1), -1) for _, path, depth, _ in nodes],
-            [-prob for prob, *_ in nodes],
-        )
+        token_ids = [token_id for token_id, _ in islice(self._ahead(row, start), most)]
+        for depth in range(len(token_ids)):
+            prob *= self._prob(row.run + len(forced) + depth).value
+            probs.append(prob)
+        kept = [each for each in probs if each >= _LEAST_PROB]
+        return chain(token_ids[: len(kept)], kept)
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
         """Follow the text."""
@@ -128,16 +120,11 @@ class Prediction(Drafter):
 
     # --- positions -------------------------------------------------------------------------------
 
-    def _starts(self, row: _Row) -> list[_Position]:
-        """Return possible positions of a text, each with another next token."""
-        if row.position is not None:
-            return [row.position]
-        first: dict[int, _Position] = {}
-        for position in self._guesses(row):
-            for token_id, _ in self._ahead(row, position):
-                first.setdefault(token_id, position)
-                break
-        return [*first.values()]
+    def _start(self, row: _Row) -> _Position | None:
+        """Return the position of a text; of a lost one, behind as many old tokens as new ones."""
+        if row.position is not None or len(row.since) > _LONGEST_EDIT:
+            return row.position
+        return _Position(row.anchor + len(row.since))
 
     def _after(self, row: _Row, position: _Position, token_ids: Sequence[int]) -> _Position | None:
         """Return the position behind some tokens, None if others come there."""
@@ -167,7 +154,7 @@ class Prediction(Drafter):
         """Return a position with the longest known edit of the tokens there."""
         for size in range(_LONGEST_EDIT if row.edits else 0, 0, -1):
             old = self._ids[start : start + size]
-            if len(old) == size and old in row.edits and old not in row.not_edits:
+            if len(old) == size and old in row.edits:
                 return _Position(start + size, row.edits[old], old)
         return _Position(start)
 
@@ -175,8 +162,8 @@ class Prediction(Drafter):
         """Find the position behind the next token of the text."""
         row.text.append(token_id)
         if row.position is None:
-            if starts := self._starts(row):
-                self._prob(0).add(any(self._after(row, each, [token_id]) for each in starts))
+            if guess := self._start(row):
+                self._prob(0).add(self._after(row, guess, [token_id]) is not None)
             row.since.append(token_id)
             self._find(row)
             return
@@ -192,7 +179,8 @@ class Prediction(Drafter):
             return
         if not row.since:  # the position was sure
             row.anchor = row.position.next - len(row.position.edit)
-            row.not_edits.add(row.position.edit or self._with_edit(row, row.anchor).edit)
+            wrong = row.position.edit or self._with_edit(row, row.anchor).edit
+            row.edits.pop(wrong, None)
         row.since.append(token_id)
         self._find(row)
 
@@ -205,15 +193,6 @@ class Prediction(Drafter):
             if 0 < len(old) <= _LONGEST_EDIT and 0 < len(new) <= _LONGEST_EDIT:
                 row.edits[old] = new
         row.since.clear()
-
-    def _guesses(self, row: _Row) -> list[_Position]:
-        """Return where a lost text may go on: behind as many old tokens as new ones, or none."""
-        if len(row.since) > _LONGEST_EDIT:
-            return []
-        positions = {row.anchor + len(row.since), row.anchor}
-        return [
-            _Position(each) for each in sorted(positions, reverse=True) if each < len(self._ids)
-        ]
 
     def _find(self, row: _Row) -> None:
         """Find the position by the last tokens: the longest match, of equal ones the nearest."""

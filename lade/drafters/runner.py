@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList
 from lade.compat import CACHE, Model
 from lade.drafting.drafts import chain
 from lade.errors import UnsupportedModelError
-from lade.probing.factory import VerificationPlan, make_target
+from lade.probing.factory import VerificationPlan
 from lade.probing.plan import choose_for_drafting
 from lade.probing.profile import profile_of
 from lade.probing.rules import refuse_encoder_decoder
@@ -45,23 +45,20 @@ class Assistant:
 
     Args:
         model: is not changed.
-        plan: how to run it, by `plan_for`.
         max_length: of a text.
         options: of assisted generation, in place of those of the model's generation config.
         num_drafted: exclusive upper bound of the token ids in a draft; None for all of the model.
+
+    Raises:
+        UnsupportedModelError: no method is known to go back in the model's cache.
     """
 
     def __init__(
-        self,
-        model: Model,
-        plan: VerificationPlan,
-        max_length: int,
-        options: Mapping[str, Any],
-        num_drafted: int | None,
+        self, model: Model, max_length: int, options: Mapping[str, Any], num_drafted: int | None
     ) -> None:
         self.generation_config = copy.deepcopy(model.generation_config)
         self.generation_config.update(**options)
-        self._model, self._plan, self._max_length = model, plan, max_length
+        self._model, self._plan, self._max_length = model, plan_for(model), max_length
         self._num_drafted = num_drafted
         self._num_ids: int = model.config.get_text_config(decoder=True).vocab_size
         self._target: Any = None
@@ -83,11 +80,8 @@ class Assistant:
         **_: Any,
     ) -> Any:
         """Decode greedily, until a token ends the text or is less sure than the threshold."""
-        token_ids, scores, ends = (
-            input_ids[0].tolist(),
-            list[Tensor](),
-            generation_config.eos_token_id,
-        )
+        token_ids, scores = input_ids[0].tolist(), list[Tensor]()
+        ends = generation_config.eos_token_id
         ends = [ends] if isinstance(ends, int) else ends or []
         processors = LogitsProcessorList(logits_processor or ())
         threshold = generation_config.assistant_confidence_threshold or 0.0
@@ -142,14 +136,5 @@ class Assistant:
         """Run the beginning of a text, by the arguments that `generate` prepares."""
         self._target, self._held, self._run = None, token_ids, []
         num_new = max(1, self._max_length - len(token_ids))
-
-        def begin(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
-            for unwanted in ("logits_processor", "stopping_criteria"):
-                prepared.pop(unwanted, None)
-            self._target = make_target(
-                self._model, input_ids, prepared, self._plan, num_new, generation_config
-            )
-            return input_ids
-
-        Plain(self._model, token_ids).generate(num_new=num_new, custom_generate=begin)
+        self._target = Plain(self._model, token_ids).target(self._model, self._plan, num_new)
         self._target.prefill()

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lade.tree import matched_path
 from ngram_pool import Draft
 from ngram_pool._kernels import MAX_TOKEN_ID
 
@@ -37,21 +38,9 @@ def chain(token_ids: Sequence[int], probs: Sequence[float] | float = 1.0) -> Dra
     return draft_of(token_ids, range(-1, len(token_ids) - 1), probs)
 
 
-def path_along(token_ids: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> list[int]:
-    """Return the nodes of a tree that a text takes, beginning under the root, -1."""
-    path, last = list[int](), -1
-    for node, (parent, token_id) in enumerate(zip(parents, token_ids, strict=True)):
-        if len(path) == len(text):
-            break
-        if parent == last and token_id == text[len(path)]:
-            path.append(node)
-            last = node
-    return path
-
-
 def matched_depth(draft: Draft, token_ids: Sequence[int]) -> int:
     """Return how many of the first emitted tokens are a path of a draft."""
-    return len(path_along(draft.token_ids.tolist(), draft.parents.tolist(), token_ids))
+    return len(matched_path(draft, token_ids))
 
 
 def joined(drafts: Sequence[Draft], max_nodes: int) -> Draft:

@@ -2,7 +2,7 @@
 
 A block of 32 inputs is written as three signed digits of 8 bits per number, times one scale: 23
 bits and a sign beside the largest number of the block. The CPU multiplies a digit by the weights'
-small integers, 64 at once, and their sums are exact. Only when a block's sum joins the others is it
+small integers, 32 or 64 at once, and their sums are exact. Only when a sum joins the others is it
 rounded, to float32: results are as near to the exact ones as float32's, for any number of rows.
 
 16 columns are the lanes of a vector; a lane takes 4 inputs at once. Blocks are read where they are:
@@ -19,11 +19,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from lade.forward import words
-from lade.forward._packed import NUM_GIVEN, _floats, _ints, _unpack_row
+from lade.forward._packed import NUM_GIVEN, _unpack_row
 from lade.forward._tiles import (
     DEPTH,
     FEATURES,
-    LANES,
     at,
     called,
     everywhere,
@@ -33,10 +32,11 @@ from lade.forward._tiles import (
     job,
 )
 
-_HAS_DIGITS = LANES == 16 and FEATURES.get("avx512vnni")  # which multiplies 64 bytes at once
+# How bytes are multiplied: 64 or 32 at once into sums of four, or 32 into sums of two of 16 bits.
+_DOT = next((each for each in ("avx512vnni", "avxvnni", "avx2") if FEATURES.get(each)), None)
 (Q4_0, Q4_1, Q5_0, Q5_1, _, Q4_K, Q5_K, Q6_K) = [*words.BLOCKS][2:10]
 #: Formats whose products are by digits on this CPU.
-FORMATS = (Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K) if _HAS_DIGITS else ()
+FORMATS = (Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K) if _DOT else ()
 # A block takes as many bytes as its float32: the digits, highest first; the scale; the sum of the
 # numbers; and what integer sums begin with: for weights around 8; for those around 32, of each
 # half, for the higher digits and for the lowest. Those around 16 begin with the mean of both.
@@ -52,6 +52,14 @@ _FEW_ROWS = 4  # whose inputs stay in the first cache, however many they are
 _INT8, _INT16, _INT32, _INT64 = (ir.IntType(8 << i) for i in range(4))
 _FLOAT, _INTS = ir.FloatType(), ir.VectorType(_INT32, 16)
 _FLOATS = ir.VectorType(_FLOAT, 16)
+
+
+def _ints(number: int) -> Any:
+    return ir.Constant(_INTS, [number] * 16)
+
+
+def _floats(number: float) -> Any:
+    return ir.Constant(_FLOATS, [float(number)] * 16)
 
 
 @instruction(types.void)
@@ -74,10 +82,8 @@ def write_digits(build: Any, of: Any) -> None:
         is_least = build.fcmp_ordered("<=", top, _FLOAT(_LEAST))
         factor = build.select(is_least, _FLOAT(0.0), build.fdiv(_FLOAT(float(_TOP)), top))
         scale = build.select(is_least, _FLOAT(0.0), build.fmul(top, _FLOAT(1 / _TOP)))
-        wide, made = everywhere(build, factor, _FLOATS), []
-        for each in numbers:
-            given = build.fmul(each, wide), _ints(0), _INT16(0xFFFF), _INT32(4)
-            made.append(called(build, "llvm.x86.avx512.mask.cvtps2dq.512", _INTS, *given))
+        wide, name = everywhere(build, factor, _FLOATS), "llvm.x86.avx.cvt.ps2dq.256"
+        made = [_by_halves(build, name, build.fmul(each, wide)) for each in numbers]
 
         def total(vector: Any) -> Any:
             return called(build, "llvm.vector.reduce.add.v16i32", _INT32, vector)
@@ -102,6 +108,22 @@ def write_digits(build: Any, of: Any) -> None:
                     store(_OF_SIX + 8 * i + 4, build.mul(lowest, _INT32(-32)))
 
 
+def _by_halves(build: Any, name: str, *given: Any, bits: int = 32) -> Any:
+    """Emit an instruction of 256 bits for each half of vectors; return vectors of integers."""
+    size = 256 // bits
+
+    def half(vector: Any, number: int) -> Any:
+        num = vector.type.count // 2
+        mask = [*range(num * number, num * number + num)]
+        mask = ir.Constant(ir.VectorType(_INT32, num), mask)
+        return build.shuffle_vector(vector, vector, mask)
+
+    kind = ir.VectorType(ir.IntType(bits), size)
+    made = [called(build, name, kind, *(half(each, i) for each in given)) for i in range(2)]
+    both = ir.Constant(ir.VectorType(_INT32, 2 * size), [*range(2 * size)])
+    return build.shuffle_vector(*made, both)
+
+
 class _Strip:
     """Emits code for the products of 16 columns and all rows, whose sums are in memory."""
 
@@ -109,13 +131,15 @@ class _Strip:
         self._build, self._format = build, format_
         self._x, self._x_step, self._rows, w, w_step, self._sums, self._ahead = given
         _, _, self._bytes = words.BLOCKS[format_]
-        self._middle = _floats([8 if format_ in (Q4_0, Q4_1, Q4_K) else 16] * 16)
+        self._middle = _floats(8 if format_ in (Q4_0, Q4_1, Q4_K) else 16)
+        # Vectors of weights whose products of 4, 5 or 6 bits and a digit fit into 16 bits.
+        self._num_short = {Q6_K: 2, Q5_0: 4, Q5_1: 4, Q5_K: 4}.get(format_, 8)
         # 16 addresses would not stay in registers.
         self._bases = [build.add(w, build.mul(w_step, _INT64(4 * i))) for i in range(4)]
         self._steps = [build.mul(w_step, _INT64(i)) for i in range(4)]
         with cgutils.for_range(build, self._rows) as rows:
             address = at(build, self._sums, rows.index, 64, _FLOATS)
-            build.store(_floats([0] * 16), address, align=64)
+            build.store(_floats(0), address, align=64)
 
     def give(self, y: Any, y_step: Any, is_one: Any) -> None:
         """Emit the addition of the sums, or of the first column's alone, to results."""
@@ -166,11 +190,11 @@ class _Strip:
             if self._format == Q5_0:  # halves of two words
                 upper = build.shl(bits, _ints(16))
                 bits = build.or_(build.lshr(header[0], _ints(16)), upper)
-            spread = [sum((i >> bit & 1) << 8 * bit + 4 for bit in range(4)) for i in range(16)]
             for i, each in enumerate(weights):
-                given = ir.Constant(_INTS, spread), build.lshr(bits, _ints(4 * i))
-                four = called(build, "llvm.x86.avx512.permvar.si.512", _INTS, *given)
-                weights[i] = build.or_(each, four)
+                four = build.and_(build.lshr(bits, _ints(4 * i)), _ints(15))
+                # Each of four bits to the lowest of a byte, and from there to the fifth.
+                spread = build.and_(build.mul(four, _ints(0x00204081)), _ints(0x01010101))
+                weights[i] = build.or_(each, build.shl(spread, _ints(4)))
         self._add(index, weights, [scale], least)
 
     def _add_k(self, offset: Any, index: Any) -> None:
@@ -252,21 +276,45 @@ class _Strip:
                     _ints(0) if is_four else begins[0],
                     load(_OF_FOUR) if is_four else begins[1],
                 ]
-                # By turns, as an instruction waits for the one before that adds to the same sums.
-                for i in range(size * part, size * (part + 1)):
-                    for digit in range(_NUM_DIGITS):
-                        given = sums[digit], weights[i], load(32 * digit + 4 * i)
-                        sums[digit] = called(build, "llvm.x86.avx512.vpdpbusd.512", _INTS, *given)
+                self._add_products(sums, weights[size * part : size * (part + 1)], row, size * part)
                 higher = build.add(build.shl(sums[0], _ints(8)), sums[1])
                 if is_four:
                     wide = build.sitofp(build.add(build.shl(higher, _ints(8)), sums[2]), _FLOATS)
                 else:
                     higher, lowest = (build.sitofp(each, _FLOATS) for each in (higher, sums[2]))
-                    wide = fused(build, higher, _floats([256] * 16), lowest)
+                    wide = fused(build, higher, _floats(256), lowest)
                 result = fused(build, build.fmul(of_part, scale), wide, result)
             if least is not None:
                 result = fused(build, least, load(_TOTAL, _FLOATS), result)
             build.store(result, address, align=64)
+
+    def _add_products(self, sums: list[Any], weights: list[Any], row: Any, first: int) -> None:
+        """Emit products of weights and the digits of a row, added to the sums of each digit."""
+        build, bytes_, shorts = self._build, ir.VectorType(_INT8, 64), ir.VectorType(_INT16, 32)
+        for start in range(0, len(weights), self._num_short):
+            of_two = [ir.Constant(shorts, [0] * 32)] * _NUM_DIGITS
+            # By turns, as an instruction waits for the one before that adds to the same sums.
+            for i, weight in enumerate(weights[start : start + self._num_short], first + start):
+                for digit in range(_NUM_DIGITS):
+                    four = build.load(
+                        at(build, row, _INT64(32 * digit + 4 * i), 1, _INT32), align=4
+                    )
+                    given = weight, everywhere(build, four, _INTS)
+                    if _DOT == "avx512vnni":
+                        name = "llvm.x86.avx512.vpdpbusd.512"
+                        sums[digit] = called(build, name, _INTS, sums[digit], *given)
+                    elif _DOT == "avxvnni":
+                        name = "llvm.x86.avx512.vpdpbusd.256"
+                        sums[digit] = _by_halves(build, name, sums[digit], *given)
+                    else:
+                        name = "llvm.x86.avx2.pmadd.ub.sw"
+                        pair = (build.bitcast(each, bytes_) for each in given)
+                        two = _by_halves(build, name, *pair, bits=16)
+                        of_two[digit] = build.add(of_two[digit], two)
+            for digit, two in enumerate(of_two if _DOT == "avx2" else ()):
+                ones = ir.Constant(shorts, [1] * 32)
+                four = _by_halves(build, "llvm.x86.avx2.pmadd.wd", two, ones)
+                sums[digit] = build.add(sums[digit], four)
 
     def _column(self, number: int, offset: Any) -> Any:
         base = self._build.add(self._bases[number // 4], offset)
@@ -376,5 +424,5 @@ def product_of(format_: int) -> Any:
                         _strip(format_, (*of_x, *of_w, sums, 16 * w_step, num_blocks, *of_y))
                     column += 1 if is_one else 16
 
-    run.__qualname__ = f"product_of_digits_{format_}"
+    run.__qualname__ = f"product_of_digits_{format_}_{_DOT}"
     return job(run)()

@@ -473,7 +473,8 @@ def _run_products(g, phase, of_phase, scratch):  # type: ignore[no-untyped-def]
     target, columns, beside = g[of_phase[w.TARGET]], of_phase[w.COLUMNS], of_phase[w.BESIDE]
     are_two = columns != 0 and of_phase[w.PRODUCT_SIZE + w.WEIGHT] != 0
     most = _MOST_COLUMNS // 2 if are_two else _MOST_COLUMNS
-    step, out_step = _share(num_all, g[w.NUM_THREADS], _UNIT, most), 4 * _MOST_COLUMNS
+    unit = 4 if of_phase[w.TARGET] == w.SCORES else _UNIT  # there are few experts
+    step, out_step = _share(num_all, g[w.NUM_THREADS], unit, most), 4 * _MOST_COLUMNS
     memory = scratch + num_rows * out_step
     first, until = of_phase[w.FIRST_ADDED], of_phase[3 * w.PRODUCT_SIZE + w.END_ADDED]
     if first < until:
@@ -765,12 +766,13 @@ def _convolve_slot(layer, weights, inputs, slot, row, sums):  # type: ignore[no-
             sums[i] += bias[i]
 
 
-@inlined
-def _convolve(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyped-def]
+@job
+def run_convolution(address: Any) -> None:
     """Write the inputs of a short convolution into the cache, and its results.
 
     A piece is some channels of all tokens; channels do not depend on each other.
     """
+    g, phase, _, layer, parts, caches, scratch = given_to_job(address)
     size = layer[w.ATTENDED_SIZE]
     step = _share(size, g[w.NUM_THREADS], _UNIT, _MOST_COLUMNS)
     for start, stop in pieces(g, phase, size, step):
@@ -788,38 +790,7 @@ def _convolve(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyp
                 _write_digits(g, g[w.ATTENDED] + place, num, token)
 
 
-@job
-def run_convolution(address: Any) -> None:
-    """Run the pieces of a phase that other threads have not taken; see `given_to_job`."""
-    g, phase, step, layer, parts, caches, scratch = given_to_job(address)
-    if step == 0:
-        for token, _ in pieces(g, phase, g[w.NUM_TOKENS], 1):
-            run_rows(g, layer[w.HEADS], token, token, scratch)
-    else:
-        _convolve(g, phase, layer, parts, caches, scratch)
-
-
 # --- experts ------------------------------------------------------------------------------------
-
-
-@inlined
-def _score_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
-    """Write the scores of a layer's router, and the gate of its shared expert."""
-    num_rows, num_experts = g[w.NUM_TOKENS], of[w.ROUTER + w.NUM_COLUMNS]
-    num_all, out_step = num_experts + of[w.SHARED_GATE + w.NUM_COLUMNS], 4 * _MOST_COLUMNS
-    x = g[w.NORMED], g[w.HIDDEN], num_rows, g[w.DIGITS]
-    step = _share(num_all, g[w.NUM_THREADS], 4, _UNIT)
-    for start, stop in pieces(g, phase, num_all, step):
-        middle = max(start, min(stop, num_experts))
-        if start < middle:
-            router = of[w.ROUTER : w.ROUTER + w.PRODUCT_SIZE]
-            _multiply(g, *x, router, start, middle, scratch, out_step)
-        if middle < stop:
-            target, gate = scratch + 4 * (middle - start), of[w.SHARED_GATE : w.EXPERT_GATE]
-            _multiply(g, *x, gate, 0, 1, target, out_step)
-        for row in range(num_rows):
-            target = g[w.SCORES] + 4 * ((num_experts + 1) * row + start)
-            _copy(_row(scratch + out_step * row, stop - start), _row(target, stop - start))
 
 
 @compiled
@@ -827,7 +798,7 @@ def _grouped(g, of, scratch):  # type: ignore[no-untyped-def]
     """Group all choices by expert in the thread's memory; return the groups and the rest of it."""
     num, num_chosen = g[w.NUM_TOKENS] * of[w.NUM_CHOSEN], of[w.NUM_CHOSEN]
     chosen = _row(g[w.CHOSEN], num)
-    ends = numba.carray(pointer(scratch), (of[w.ROUTER + w.NUM_COLUMNS] + 1,), np.int64)
+    ends = numba.carray(pointer(scratch), (of[w.NUM_EXPERTS] + 1,), np.int64)
     scratch += 8 * len(ends)
     tokens = numba.carray(pointer(scratch), (num,), np.int64)
     slots = numba.carray(pointer(scratch + 8 * num), (num,), np.int64)
@@ -935,11 +906,6 @@ def run_experts(address: Any) -> None:
     """Run the pieces of a phase that other threads have not taken; see `given_to_job`."""
     g, phase, step, of, _, _, scratch = given_to_job(address)
     if step == 0:
-        _score_experts(g, phase, of, scratch)
-    elif step == 1:
-        for token, _ in pieces(g, phase, g[w.NUM_TOKENS], 1):
-            run_rows(g, of[w.CHOOSE], token, token, scratch)
-    elif step == 2:
         _run_into_experts(g, phase, of, scratch)
     else:
         _run_out_of_experts(g, phase, of, scratch)

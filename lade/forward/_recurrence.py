@@ -22,7 +22,6 @@ from lade.forward._kernels import (
     _sum_of_squares,
     _taps_of,
     given_to_job,
-    run_rows,
 )
 from lade.forward._tiles import compiled, inlined, job, pointer
 from lade.forward._workers import pieces
@@ -161,9 +160,6 @@ def run_recurrence(address: Any) -> None:
     """Run the pieces of a phase that other threads have not taken; see `given_to_job`."""
     g, phase, step, of, parts, caches, scratch = given_to_job(address)
     if step == 0:
-        for token, _ in pieces(g, phase, g[w.NUM_TOKENS], 1):
-            run_rows(g, of[w.HEADS], token, token, scratch)
-    elif step == 1:
         _convolve_heads(g, phase, of, parts, caches, scratch)
     else:
         _run_heads(g, phase, of, parts, caches, scratch)

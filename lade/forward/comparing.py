@@ -2,8 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +12,6 @@ from lade.compat import closeness
 
 # Tokens of the forwards by lade's kernels that are compared: one, and all remainders of tiles.
 _HELD = (1, 3, 8, 31)
-#: A request to users whose kernels are wrong.
-REPORT = "please report this with your CPU and model"
 _FAULTY = 10  # times the limit: no model amplifies rounding so far
 
 
@@ -39,24 +36,6 @@ def tolerance(values: Tensor) -> float:
     return 16 * torch.finfo(values.dtype).eps * closeness.largest(values)
 
 
-_Way = TypeVar("_Way")
-
-
-def only(errors: Mapping[_Way, float], limit: float) -> _Way | None:
-    """Return which of some ways of computing is that of a model; None if none is.
-
-    Args:
-        errors: how far off the results of each are.
-        limit: on the right one's.
-
-    Raises:
-        UnsupportedForwardError: several are as near, so that nothing tells them apart.
-    """
-    found = [way for way, error in errors.items() if error <= limit]
-    require(len(found) < 2, "several ways of computing give its results")
-    return found[0] if found else None
-
-
 Forward = Callable[[int], Tensor]  # from a number of tokens of a text to their logits
 
 
@@ -64,15 +43,13 @@ def why_wrong(
     by_torch: Forward,
     by_kernels: Forward,
     limit: float,
-    what: str,
     may_choose: bool,
 ) -> str | None:
-    """Return why forwards by lade's kernels are wrong, and warn; None if they are right.
+    """Return why compiled forwards are wrong, and warn; None if they are right.
 
     Args:
         by_torch, by_kernels: return logits [1, num_tokens, vocab_size].
         limit: on the largest difference, in standard deviations of the logits.
-        what: the kernels, for the warning.
         may_choose: whether rounding may choose other experts for a few tokens.
     """
     theirs = by_torch(max(_HELD))
@@ -83,9 +60,9 @@ def why_wrong(
         return None
     reason = f"logits differ by {error:.2g} of their standard deviation"
     # Some models amplify rounding, also that between torch's float32 and the exact result.
-    hint = "" if error < _FAULTY * limit else f"; {REPORT}"
+    hint = "" if error < _FAULTY * limit else "; please report this with your CPU and model"
     warnings.warn(
-        f"lade's {what} is not used, as its {reason} from torch's (expected at most "
+        f"lade's compiled forward is not used, as its {reason} from torch's (expected at most "
         f"{limit:.2g}){hint}",
         RuntimeWarning,
         stacklevel=2,

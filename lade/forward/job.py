@@ -26,7 +26,6 @@ from torch.nn.modules import module as torch_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
-from lade.attention.packed import Calls
 from lade.compat import CACHE, Model, dtype_of, has_hook
 from lade.compat.attempts import Attempt
 from lade.compat.closeness import limit_of
@@ -52,7 +51,7 @@ from lade.forward.workers import Run, most_threads
 from lade.machine.threads import alone
 from lade.targets.inputs import LOGITS_KEPT
 from lade.targets.joint import JointCache
-from lade.targets.kv_cache import TreeCache, TreeCacheLayer
+from lade.targets.kv_cache import TreeCache
 from lade.targets.rows import MOST_AT_ONCE
 
 # Tokens of the forwards by which it is found out whether jobs are faster; as a machine may be busy,
@@ -75,7 +74,7 @@ class _ForwardPart(NamedTuple):
     first: int  # number of its first token among all parts
     num: int
     # By kind: bool [num, num_keys], or None to see all tokens before.
-    masks: tuple[Tensor | None, ...]
+    masks: list[Tensor | None]
 
 
 class _JobRequest(NamedTuple):
@@ -85,26 +84,11 @@ class _JobRequest(NamedTuple):
     positions: Tensor  # int64 [1, num_tokens]
     parts: list[_ForwardPart]
     kept: NDArray[np.int64]  # tokens whose logits are wanted
+    held: Held  # the weights, for all forwards of a call
+    model: Model  # whose modules make angles: a look's differ from the model's own
     #: Runs the model, given a function that runs each layer; None to run all layers at once.
     by_layers: Callable[["_RunLayer"], Tensor] | None = None
     hooked: tuple[bool, ...] = ()  # whether a layer must be called by itself
-    held: "Held | None" = None  # the weights, for all forwards of a call
-    model: Model | None = None  # whose modules make angles: a look's differ from the model's own
-
-    @property
-    def layers(self) -> list[TreeCacheLayer]:
-        """All layers of all caches."""
-        return [layer for part in self.parts for layer in part.cache.held]
-
-    def rewinding(self) -> Callable[[], None]:
-        """Return a function that makes the layers forget all tokens written from now on."""
-        before = [(layer, layer.num_pending) for layer in self.layers]
-
-        def rewind() -> None:
-            for layer, num_pending in before:
-                layer.num_pending = num_pending
-
-        return rewind
 
 
 # From a layer's number and input states to its output; the last layer is the head.
@@ -149,6 +133,7 @@ class FusedForwards:
         is_unchanged: Callable[[], bool] | None = None,
     ) -> None:
         self._kernels, self._run, self._products = compiled, run, Products(compiled, run)
+        self._function, self._tiles = compiled.run_forward().address, compiled.run_tiles().address
         self.why_not: str | None = None
         plan = read(model)
         self._sizes = sizes = plan.sizes
@@ -189,9 +174,7 @@ class FusedForwards:
                 by the model's own forward; the tokens leave no trace in its cache.
             by_job: returns the same by a job.
         """
-        reason = why_wrong(
-            *(by_torch, by_job, self._limit, "compiled forward", self._sizes.num_experts > 0),
-        )
+        reason = why_wrong(by_torch, by_job, self._limit, self._sizes.num_experts > 0)
         self.why_not = self.why_not or reason  # jobs may have failed
         if self.is_packed or self.why_not is not None:
             return
@@ -232,23 +215,21 @@ class FusedForwards:
             is_whole = all(map(is_, view._modules.values(), children))  # else they are a view's
             try:
                 require(is_whole and not args, "it is not of this model, or has other arguments")
-                request = self._request(inputs)._replace(held=held, model=model)
-                with_hooks = [
-                    each for each in layers if each._forward_hooks or each._forward_pre_hooks
-                ]
-                has_kwargs = any(each._forward_pre_hooks_with_kwargs for each in with_hooks)
-                require(not has_kwargs, "hooks of a layer see more than states")
+                request = self._request(inputs, held, model)
             except UnsupportedForwardError:
                 return by_torch(*args, **inputs)
+            with_hooks = [each for each in layers if each._forward_hooks or each._forward_pre_hooks]
             if with_hooks and any(map(has_hook, with_hooks)):
+                has_kwargs = any(each._forward_pre_hooks_with_kwargs for each in with_hooks)
                 kept = inputs.get(LOGITS_KEPT, 0)
                 drops_tokens = (
                     self._num_writing < self._sizes.num_layers
                     and isinstance(kept, int)
                     and kept > 0
                 )
-                if self._has_more or drops_tokens:
-                    return by_torch(**inputs)  # whose products' rows would depend on each other
+                # Hooks would see more than states, or rows of torch's products each other.
+                if has_kwargs or self._has_more or drops_tokens:
+                    return by_torch(**inputs)
                 hooked = tuple(each in with_hooks and has_hook(each) for each in layers)
                 run = partial(_run_by, *by_layers(), inputs)
                 request = request._replace(by_layers=run, hooked=hooked)
@@ -265,19 +246,13 @@ class FusedForwards:
     # --- running ----------------------------------------------------------------------------------
 
     def _choose(self, request: _JobRequest, by_torch: Callable[[], Any], cache: Any) -> Any:
-        """Run a forward by a job, unless that is slower or wrong."""
+        """Run a forward by a job, unless that is slower or wrong; by the model if the job fails."""
         if self.why_not is not None or self._is_slow:
             return by_torch()
-        return self._run_job(request, by_torch, cache)
-
-    def _run_job(self, request: _JobRequest, by_torch: Callable[[], Any], cache: Any) -> Any:
-        """Run a forward by a job; by the model itself if the job fails."""
-        rewind = request.rewinding()
-        with Attempt() as attempt:
+        with Attempt() as attempt:  # what it has written does not count yet
             logits = self._by_job(request)
             if logits is not None:
                 return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
-        rewind()
         with made_whole():
             result = by_torch()
         self.why_not = attempt.failure  # unless that fails, too
@@ -292,7 +267,7 @@ class FusedForwards:
         if pieces is None:
             return None
         states = torch.empty((num, sizes.hidden), dtype=torch.float32, device="cpu")
-        table, done = weights.table(request.held or Held()), 0
+        table, done = weights.table(request.held), 0
         if request.by_layers is not None:
             for piece in pieces if weights.starts[0] > 1 else ():  # what layers get besides states
                 self._run_piece(piece, states, table, (0, weights.starts[0]))
@@ -317,7 +292,7 @@ class FusedForwards:
         if not is_known:
             raise ValueError(f"states of a layer have become {states.dtype} {[*states.shape]}")
         if number == last:
-            return self._by_head(states)
+            return self._product(states, self._weights.head())
         if number > 0 and not hooked[number] and not hooked[number - 1]:
             return states  # it has run together with an earlier layer
         wide = states[0].clone(memory_format=torch.contiguous_format)
@@ -326,15 +301,12 @@ class FusedForwards:
             end += 1
         if len(wide) != sum(piece.num for piece in pieces):
             raise ValueError(f"a layer has states of {len(wide)} tokens")
-        held = (request.held or Held()).part(number, end)
+        held = request.held.part(number, end)
         table = self._weights.table(held, (number, end))
         phases = self._weights.starts[number], self._weights.starts[end] + 1
         for piece in pieces:
             self._run_piece(piece, wide, table, phases)
         return wide[None]
-
-    def _by_head(self, states: Tensor) -> Tensor:
-        return self._product(states, self._weights.head())
 
     def _product(self, states: Tensor, linear: nn.Linear) -> Tensor:
         if type(linear) is PackedLinear:
@@ -354,6 +326,7 @@ class FusedForwards:
         if all_caches is None:
             return None
         starts, num_phases = self._weights.starts, self._weights.num_phases
+        given_at = np.array([*map(Tensor.data_ptr, given)], np.int64)
         num_inputs = dict(sizes.memory).get(words.INPUTS, 0)
         inputs = torch.empty((num, num_inputs), dtype=torch.float32, device="cpu")
         step, pieces = MOST_TOKENS if len(request.parts) == 1 else num, []
@@ -367,7 +340,7 @@ class FusedForwards:
         for (start, size), phases in zip(spans, ends, strict=True):
             caches = all_caches.copy()
             caches[..., words.NUM_KEYS] -= num - start - size
-            at = np.array([each[start:].data_ptr() for each in given], np.int64)
+            at = given_at + start * self._weights.steps
             positions = request.positions[0, start:]
             parts = np.array(
                 [
@@ -378,8 +351,7 @@ class FusedForwards:
             )
             job = np.zeros(words.JOB_SIZE, np.int64)
             job[words.NUM_TOKENS], job[words.HIDDEN] = size, sizes.hidden
-            job[words.NUM_THREADS] = most_threads()
-            job[words.TILES] = self._kernels.run_tiles().address
+            job[words.NUM_THREADS], job[words.TILES] = most_threads(), self._tiles
             job[words.PARTS], job[words.NUM_PARTS] = parts.ctypes.data, len(request.parts)
             job[words.CACHES] = caches.ctypes.data
             job[words.BETWEEN_SIZE] = sizes.between
@@ -416,13 +388,14 @@ class FusedForwards:
         job[words.LIST], job[words.NUM_PHASES] = table[first:].ctypes.data, end - first
         num_threads = int(job[words.NUM_THREADS])
         workspace = self._workspace(num, num_threads)
-        workspace.describe(job)
+        workspace.phases.fill(0)
+        job[workspace.indices] = workspace.words
         if logits is None:
             job[words.KEPT], job[words.NUM_KEPT] = job[words.EVERY], num
         else:
             job[words.KEPT], job[words.NUM_KEPT] = piece.kept.ctypes.data, len(piece.kept)
             job[words.LOGITS] = logits.data_ptr()
-        self._run(self._kernels.run_forward().address, job.ctypes.data, num_threads)
+        self._run(self._function, job.ctypes.data, num_threads)
         self._workspaces.append(workspace)
 
     def _caches(self, request: _JobRequest) -> NDArray[np.int64] | None:
@@ -443,8 +416,7 @@ class FusedForwards:
 
     def _given(self, request: _JobRequest) -> list[Tensor]:
         """Let the model make its embedding and angles, and what else is of positions alone."""
-        positions, model, num = request.positions, request.model, request.positions.shape[1]
-        assert model is not None
+        positions, num = request.positions, request.positions.shape[1]
         given = {words.POSITIONS_GIVEN: positions, words.AXES_GIVEN: positions.expand(3, -1, -1)}
         given[words.TOKENS_GIVEN] = self._weights.replaced(request.input_ids)
         given[words.STATES_GIVEN] = torch.zeros(1, dtype=torch.float32, device="cpu").expand(
@@ -453,7 +425,8 @@ class FusedForwards:
         made, found = [], []
         for name, plan in self._weights.calls:
             args, kwargs = given_to(plan, given)
-            made.append(tensors_of(model.get_submodule(name)(*args, **kwargs)))
+            out = request.model.get_submodule(name)(*args, **kwargs)
+            made.append([out] if isinstance(out, Tensor) else tensors_of(out))
         for call, part, size in self._weights.wanted:
             each = made[call][part]
             real = torch.view_as_real(each) if each.is_complex() else each
@@ -464,23 +437,23 @@ class FusedForwards:
         """Return memory for so many tokens that no other thread uses."""
         with suppress(IndexError):
             found = self._workspaces.pop()
-            if found.fits(num_tokens, num_threads):
+            if num_tokens <= found.num_tokens and num_threads <= found.num_threads:
                 return found
         of_plan = self._sizes, self._weights.num_phases, self._weights.by_digits
         return _Workspace(self._kernels, *of_plan, num_tokens, num_threads)
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _request(self, inputs: dict[str, Any]) -> _JobRequest:
+    def _request(self, inputs: dict[str, Any], held: Held, model: Model) -> _JobRequest:
         """Return the request of a forward's inputs.
 
         Raises:
             UnsupportedForwardError: no job can run them.
         """
         ids, cache = inputs.get("input_ids"), inputs.get(CACHE)  # type: Any, Any
-        others = [inputs[name] for name in inputs.keys() - _GIVEN]
+        others = inputs.keys() - _GIVEN
         require(
-            all(each is None or each is False for each in others)
+            (not others or all(inputs[name] is None or inputs[name] is False for name in others))
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
             and inputs.get("return_dict", True)
@@ -497,7 +470,6 @@ class FusedForwards:
         num = ids.shape[1]
         parts = self._parts(inputs.get("attention_mask"), cache, num)
         require(len(parts) == 1 or num <= MOST_AT_ONCE, "several parts run in one piece")
-        has_all = all(len(part.cache.held) == len(self._states) for part in parts)
         positions: Any = inputs.get("position_ids")
         if positions is None and len(parts) == 1:
             positions = torch.arange(num, dtype=torch.int64, device=ids.device)[None]
@@ -505,28 +477,30 @@ class FusedForwards:
         if positions is not None and positions.dim() == 3 and is_alike(positions):
             positions = positions[0]  # of text, several axes count the same
         is_known = positions is not None and positions.shape == ids.shape
-        require(has_all and is_known, "its cache or its positions are of another kind")
+        require(is_known, "its positions are of another kind")
         kept: Any = inputs.get(LOGITS_KEPT, 0)
         nodes = np.arange(num)
         nodes = nodes[kept.numpy()] if isinstance(kept, Tensor) else nodes[-kept:]
-        return _JobRequest(ids, positions, parts, nodes)
+        return _JobRequest(ids, positions, parts, nodes, held, model)
 
     def _parts(self, mask: Any, cache: TreeCache | JointCache, num: int) -> list[_ForwardPart]:
         """Return the calls that run together, or one alone, as parts."""
         by_kind = mask if isinstance(mask, dict) else dict.fromkeys(self._kinds, mask)
         require(by_kind.keys() >= {*self._kinds}, "some masks are missing")
-        kinds = [by_kind[kind] for kind in self._kinds]
-        held: Sequence[Any] = [cache]
-        calls: list[Any] = [Calls([num], [each]) for each in kinds]
+        held: Sequence[TreeCache] = [cache] if isinstance(cache, TreeCache) else cache.caches
+        nodes, kinds = [slice(0, num)], [*map(by_kind.get, self._kinds)]
+        of_parts: list[Any] = [kinds]
         if isinstance(cache, JointCache):
-            held, calls = cache.caches, [getattr(each, "_lade_calls", None) for each in kinds]
+            calls: list[Any] = [getattr(each, "_lade_calls", None) for each in kinds]
             require(None not in calls, "the masks of calls are lost")
-        of_parts, parts = zip(*(each.masks for each in calls), strict=True), []
-        for own, nodes, masks in zip(held, calls[0].nodes, of_parts, strict=True):
-            size = nodes.stop - nodes.start
+            nodes, of_parts = calls[0].nodes, [*zip(*[each.masks for each in calls], strict=True)]
+        parts = list[_ForwardPart]()
+        for own, of_part, masks in zip(held, nodes, of_parts, strict=True):
+            require(len(own.held) == len(self._states), "its cache is of another kind")
+            size = of_part.stop - of_part.start
             sees_all = own.get_seq_length() + size <= self._sizes.reach
-            of_kinds = tuple(_of_part(each, size, sees_all) for each in masks)
-            parts.append(_ForwardPart(own, nodes.start, size, of_kinds))
+            of_kinds = [_of_part(each, size, sees_all) for each in masks]
+            parts.append(_ForwardPart(own, of_part.start, size, of_kinds))
         return parts
 
 
@@ -584,7 +558,13 @@ def _place_of(mask: Tensor | None, start: int) -> tuple[int, int]:
 
 
 class _Workspace:
-    """Memory that a job needs while it runs."""
+    """Memory that a job needs while it runs.
+
+    Attributes:
+        num_tokens, num_threads: for at most so many.
+        indices, words: of a job that has the memory's addresses.
+        phases: the counters of all phases, which begin with zeros.
+    """
 
     def __init__(
         self,
@@ -595,7 +575,7 @@ class _Workspace:
         num_tokens: int,
         num_threads: int,
     ) -> None:
-        self._num_tokens, self._num_threads = num_tokens, num_threads
+        self.num_tokens, self.num_threads = num_tokens, num_threads
         scratch = kernels.scratch_size(num_tokens, sizes.hidden, *sizes[5:])
         of_words = {word: 4 * num_tokens * size for word, size in sizes.memory if word not in _OWN}
         # The same for all: what lies between is never touched, so it takes no memory.
@@ -613,20 +593,11 @@ class _Workspace:
             word: torch.empty(num, dtype=torch.uint8, device="cpu")
             for word, num in of_words.items()
         }
-        self._every, self._phases = np.arange(num_tokens), self._memory[words.PHASES].numpy()
+        self._every, self.phases = np.arange(num_tokens), self._memory[words.PHASES].numpy()
         words_of = {word: memory.data_ptr() for word, memory in self._memory.items()}
         words_of |= {words.SCRATCH_SIZE: scratch, words.EVERY: self._every.ctypes.data}
         words_of[words.DIGITS] = to_digits
-        self._indices, self._words = [*words_of], [*words_of.values()]
-
-    def fits(self, num_tokens: int, num_threads: int) -> bool:
-        """Return whether the memory is large enough."""
-        return num_tokens <= self._num_tokens and num_threads <= self._num_threads
-
-    def describe(self, job: NDArray[np.int64]) -> None:
-        """Write the addresses of the memory into a job."""
-        self._phases.fill(0)
-        job[self._indices] = self._words
+        self.indices, self.words = [*words_of], [*words_of.values()]
 
 
 def forwards_for(

@@ -192,11 +192,6 @@ class PackedStack:
         """GGML's number of the format of each part."""
         return [_FORMATS[self.parts[0].dtype]] if self.is_one else self._formats
 
-    @property
-    def blocks(self) -> list[Tensor]:
-        """The parts as uint8."""
-        return [each.detach().view(torch.uint8) for each in self.parts]
-
     def numel(self) -> int:
         """Return how many numbers there are."""
         return self.shape.numel()

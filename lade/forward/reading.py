@@ -6,17 +6,16 @@ program, or does not fit into a layer of a job, raises `UnsupportedForwardError`
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
-from lade.attention.masks import AttentionSpan
 from lade.compat import CACHE, Model, attention_of, placeholders_of
 from lade.compat.attempts import Attempt
 from lade.errors import UnsupportedModelError
@@ -38,6 +37,7 @@ from lade.forward.watching import (
     watch,
 )
 from lade.targets.layout import tree_layout
+from lade.targets.masks import AttentionSpan
 
 # Arguments of attention that a plan contains, or that do not change the result.
 _HONOURED = {
@@ -47,6 +47,8 @@ _HONOURED = {
 }
 _LINEARS = (nn.Linear, PackedLinear)
 _NOTHING = (nn.Dropout, nn.Identity)  # these change nothing when a text is generated
+# What becomes of columns to which others are added.
+_ADDED = re.compile(r"\((.+) \+ \(a(\d+)\[i\] \* F\(([-+.e\d]+)\)\)\)")
 
 
 class AdditionPlan(NamedTuple):
@@ -60,16 +62,12 @@ class AdditionPlan(NamedTuple):
 class ProductPlan(NamedTuple):
     """Some columns of a linear layer, with their low-rank additions."""
 
-    module: nn.Linear | Conv1D
+    module: nn.Module
     first: int
     num: int
+    num_inputs: int
     around: nn.Module  # the module that returns the sum; the layer itself without additions
-    added: tuple[AdditionPlan, ...]
-
-    @property
-    def num_inputs(self) -> int:
-        """Size of a row of inputs."""
-        return size_of(self.module)[1]
+    added: tuple[AdditionPlan, ...] = ()
 
 
 class CallPlan(NamedTuple):
@@ -157,14 +155,11 @@ class HeadsPlan(NamedTuple):
 
 
 class ExpertsPlan(NamedTuple):
-    """The experts of a layer."""
+    """The experts of a layer, once each token has chosen some."""
 
     stacks: StacksPlan
-    router: nn.Module  # has the weight that makes scores
-    shared_gate: nn.Module | None
-    choose: RowsPlan  # from scores to choices and their shares
-    num_scores: int
-    num_chosen: int
+    num: int
+    num_chosen: int  # of a token
 
 
 class LatentsPlan(NamedTuple):
@@ -189,7 +184,7 @@ class MixingPlan(NamedTuple):
     """Phases of a job that mix tokens: attention, or a layer's convolution or recurrence."""
 
     attended: int  # numbers of a token behind it
-    rows: RowsPlan | None = None  # before it
+    rows: RowsPlan | None = None  # makes heads, and what is cached
     heads: HeadsPlan | None = None  # of attention
     settings: tuple[float, float, nn.Module | None] = (1.0, 0.0, None)  # scaling, softcap, sinks
     keys_of: int | None = None  # number of the layer whose keys and values it reads
@@ -262,6 +257,14 @@ class DecoderPlan(NamedTuple):
         """Return the modules that the embedding calls."""
         places = (place for place, _ in self.ahead[0].before.places)
         return [place.made.module for place in places if place.made is not None]
+
+
+class _Firsts(NamedTuple):
+    """The first products of a layer."""
+
+    given: Value
+    products: tuple[ProductPlan, ...]
+    places: dict[Value, Place]  # of what they give
 
 
 class _Part(NamedTuple):
@@ -478,15 +481,12 @@ class _Reader:
             results: where each is written.
             given: where other values lie that the program may read.
         """
-        before, self._now = self._now, {**self._now, **given}
-        try:
+        with self._knowing(given):
             outputs = [value for value, _ in results]
             source = Writer(self._rows, outputs, self._is_given).source()
             places = [
                 (self._place_of(value), self._rows.layout(value).size) for value in source.inputs
             ]
-        finally:
-            self._now = before
         places += [(place, self._rows.layout(value).size) for value, place in results]
         constants = tuple(map(self._constant_of, source.constants))
         of_source = source.text, source.tables, source.num_scratch
@@ -509,13 +509,18 @@ class _Reader:
             raise UnsupportedForwardError("it computes with numbers that are no parameters")
         return found
 
-    def _columns(self, result: Value, given: Sequence[Value] = ()) -> Columns:
-        """Return what becomes of columns that products give, and of some other values."""
-        before, self._now = self._now, {**self._now, **dict.fromkeys(given, Place(0))}
+    @contextmanager
+    def _knowing(self, places: Mapping[Value, Place]) -> Iterator[None]:
+        """Let programs read some values of the layer besides others."""
+        before, self._now = self._now, {**self._now, **places}
         try:
-            return Writer(self._rows, [result], self._is_given).columns()
+            yield
         finally:
             self._now = before
+
+    def _columns(self, result: Value) -> Columns:
+        """Return what becomes of columns that products give."""
+        return Writer(self._rows, [result], self._is_given).columns()
 
     def _columns_plan(self, columns: Columns) -> ColumnsPlan:
         return ColumnsPlan(
@@ -665,10 +670,10 @@ class _Reader:
         for each in (phase.latents for phase in mixing.phases if type(phase) is MixingPlan):
             taken |= {x.module for x in (each.expand, each.query) if x} if each else set()
         rest: list[Any] = [each for each in self._inside if each not in taken]
-        *rest, gate, out = rest if layer in self._given else (*rest, None, None)
-        parts = [mixing, self._mlp(layer, rest)]
-        if gate is not None:
-            parts.append(self._beside(gate, out, *self._given[layer]))
+        num = len(rest) - 2 * (layer in self._given)
+        parts = [mixing, self._mlp(layer, rest[:num])]
+        if layer in self._given:
+            parts.append(self._dense(rest[num:], *self._given[layer]))
         *rows, at_end = self._chained(parts, got, result)
         phases = [
             phase
@@ -678,18 +683,6 @@ class _Reader:
         self._require_in_order(result)
         self._rows.give(result, 1)
         return LayerPlan(tuple(phases), at_end), result
-
-    def _beside(self, gate: nn.Module, out: nn.Module, inputs: Value, place: Place) -> _Part:
-        """Return the part of a layer that multiplies a gate by what it gets besides states."""
-        self._now[inputs] = place
-        self._rows.give(inputs, 1)
-        columns = self._columns(self._value_given(out))
-        is_known = [each for each, *_ in columns.inputs] == [self._value_made(gate), inputs]
-        require(is_known, "its layers get more than states")
-        firsts = (self._product(gate),), words.NORMED, words.INNER, self._columns_plan(columns)
-        last = (self._product(out),), words.INNER, words.ADDED
-        phases = ProductsPlan(*firsts, place), ProductsPlan(*last)
-        return _Part(self._value_given(gate), _added(self._value_made(out)), phases)
 
     def _chained(
         self, parts: Sequence[_Part], states: Value, result: Value
@@ -704,11 +697,8 @@ class _Reader:
         needs: list[list[Value]] = []  # what each program reads
         known = {states: Place(words.STATES)}
         for number, end in enumerate(ends):
-            before, self._now = self._now, {**self._now, **known}
-            try:
+            with self._knowing(known):
                 order, found = slice_of(self._rows, [end], self._is_given)
-            finally:
-                self._now = before
             needs.append(found)
             for value in order:
                 if value.tensor.dtype is torch.float32 and not self._rows.layout(value).is_shared:
@@ -760,57 +750,68 @@ class _Reader:
         out, beside = self._behind(result)
         mixing += [each for each in beside if each in self._products and each not in mixing]
         mixing.sort(key=[*self._products].index)
-        givens = {self._value_given(self._products[each]) for each in mixing}
-        is_known = len(givens) == 1 and 1 <= len(mixing) <= 4
-        require(is_known, "its projections are of different states, or of other sizes")
-        products = tuple(self._product(self._products[each]) for each in mixing)
-        places = self._side_by_side(words.MIXED, mixing)
+        firsts = self._firsts(mixing)
         if not is_shared:
             self._require_cached(attended.module, key.tensor, value.tensor)
         plan = MixingPlan(
             num * of_value,
-            self._program([*self._side_by_side(words.QUERIES, wanted).items()], places),
+            self._program([*self._side_by_side(words.QUERIES, wanted).items()], firsts.places),
             HeadsPlan(num, num_keys, size, of_value),
             *(_settings_of(attended, self._implementation), keys_of if is_shared else None),
         )
-        return self._mixed(givens.pop(), products, plan, result, out, places)
+        return self._mixed(firsts, plan, result, out)
+
+    def _firsts(self, values: Sequence[Value]) -> _Firsts:
+        """Return the products that give some values, of the same states."""
+        modules = [self._products[each] for each in values]
+        givens = {*map(self._value_given, modules)}
+        is_known = len(givens) == 1 and len(modules) <= 4
+        require(is_known, "its projections are of different states, or of other sizes")
+        places = self._side_by_side(words.MIXED, values)
+        return _Firsts(givens.pop(), tuple(map(self._product, modules)), places)
 
     def _mixed(
         self,
-        given: Value,
-        products: Sequence[ProductPlan],
+        firsts: _Firsts,
         plan: MixingPlan,
         result: Value,
         out: nn.Module,
-        places: Mapping[Value, Place],
+        before: RowsPlan | None = None,
     ) -> _Part:
         """Return the part of a layer that mixes tokens, between products; see `_behind`."""
         taken, word, between = self._value_given(out), words.ATTENDED, tuple[RowsStep, ...]()
-        with_result = {**places, result: Place(words.ATTENDED)}
+        with_result = {**firsts.places, result: Place(words.ATTENDED)}
         program = self._program([(taken, Place(words.QUERIES))], with_result)
         if not program.is_copy:
             word, between = words.QUERIES, (RowsStep(program),)
-        firsts = ProductsPlan(tuple(products), words.NORMED, words.MIXED)
+        asking = ProductsPlan(firsts.products, words.NORMED, words.MIXED)
+        rows = [RowsStep(None, before)] if before else []
         last = ProductsPlan((self._product(out),), word, words.ADDED)
-        return _Part(given, _added(self._value_made(out)), (firsts, plan, *between, last))
+        phases = asking, *rows, plan, *between, last
+        return _Part(firsts.given, _added(self._value_made(out)), phases)
 
     def _behind(self, result: Value) -> tuple[nn.Module, list[Value]]:
         """Return the product that gets attention's result, and what else comes before it."""
-        self._now[result] = Place(words.ATTENDED)
-        try:
+        with self._knowing({result: Place(words.ATTENDED)}):
             for module in self._inside:
                 with suppress(UnsupportedForwardError):
                     _, found = slice_of(self._rows, [self._value_given(module)], self._is_given)
                     if result in found:
                         return module, [each for each in found if each is not result]
-        finally:
-            del self._now[result]
         raise UnsupportedForwardError("no product gets the result of attention")
 
-    def _dense(self, products: Sequence[nn.Module]) -> _Part:
-        """Return an MLP: gate and up, and what becomes of their columns, and down."""
+    def _dense(
+        self, products: Sequence[nn.Module], beside: Value | None = None, place: Place | None = None
+    ) -> _Part:
+        """Return an MLP: gate and up, and what becomes of their columns, and down.
+
+        Instead of up there may be what layers get besides states, and where it lies.
+        """
         require(len(products) in (2, 3), f"a layer has {len(products)} linear layers for its MLP")
         *firsts, down = products
+        if beside is not None and place is not None:
+            self._now[beside] = place
+            self._rows.give(beside, 1)
         columns = self._columns(self._value_given(down))
         made = {self._value_made(each): each for each in firsts}
         inputs = tuple(
@@ -819,12 +820,16 @@ class _Reader:
             if each in made
         )
         givens = {self._value_given(each) for each in firsts}
-        is_known = 1 <= len(inputs) == len(columns.inputs) <= 2 and len(givens) == 1
-        is_known = is_known and {x.module for x in inputs} >= {
-            self._product(x).module for x in firsts
-        }
+        others = [each for each, *_ in columns.inputs if each not in made]
+        is_known = (
+            len(givens) == 1
+            and len(columns.inputs) in (1, 2)
+            and columns.inputs[0][0] in made
+            and others == ([] if beside is None else [beside])
+            and {x.module for x in inputs} >= {self._product(x).module for x in firsts}
+        )
         require(is_known, "its MLP is not made of products of the same states")
-        of_firsts = inputs, words.NORMED, words.INNER, self._columns_plan(columns)
+        of_firsts = inputs, words.NORMED, words.INNER, self._columns_plan(columns), place
         last = ProductsPlan((self._product(down),), words.INNER, words.ADDED)
         outs = _added(self._value_made(down))
         return _Part(givens.pop(), outs, (ProductsPlan(*of_firsts), last))
@@ -843,12 +848,13 @@ class _Reader:
         self._rows.follow(out, states)
         scores, router, taken = self._scores([*chosen, shares])
         results = [(chosen[0], Place(words.CHOSEN)), (shares, Place(words.SHARES))]
-        num = scores.shape[-1]
-        choose = self._program(results, {scores: Place(words.SCORES, 0, num + 1)})
         inside = {*module.modules(), router}
         shared = [each for each in products if each not in inside]
         gates: list[Any] = [each for each in shared if getattr(each, "out_features", 0) == 1]
         require(len(gates) < 2, "a layer has several gates of shared experts")
+        num = scores.shape[-1]
+        places = [Place(words.SCORES, first, num + len(gates)) for first in (0, num)]
+        choose = self._program(results, {scores: places[0]})
         outs, phases = {out: Place(words.RESULT)}, list[Any]()
         beside = [states, taken, *map(self._value_given, gates)]
         if shared:
@@ -856,15 +862,15 @@ class _Reader:
             outs |= dense.outs
             beside.append(dense.given)
             phases += dense.phases
-        for gate in gates:
-            outs[self._value_made(gate)] = Place(words.SCORES, num, num + 1)
+        asked = [ProductPlan(router, 0, num, taken.shape[-1], router), *map(self._product, gates)]
+        outs |= {self._value_made(gate): places[1] for gate in gates}
         rows = given.tensor.flatten(0, -2)
         is_same = all(torch.equal(each.tensor.flatten(0, -2), rows) for each in beside)
         require(is_same, "experts, their router and what is shared get different states")
         routed = [each.tensor for each in (states, *chosen, shares)]
-        stacks, gate = read_experts(module, call, *routed), next(iter(gates), None)
-        experts = ExpertsPlan(stacks, router, gate, choose, num, shares.shape[-1])
-        return _Part(given, outs, (*phases, experts))
+        experts = ExpertsPlan(read_experts(module, call, *routed), num, shares.shape[-1])
+        scoring = ProductsPlan(tuple(asked), words.NORMED, words.SCORES)
+        return _Part(given, outs, (*phases, scoring, RowsStep(None, choose), experts))
 
     def _scores(self, chosen: Sequence[Value]) -> tuple[Value, nn.Module, Value]:
         """Return the product that scores experts, its module, and the input of that module."""
@@ -921,15 +927,12 @@ class _Reader:
             ]
             require(len(before) == 1, reason)
             second, first = self._product(self._products[asking]), before[0]
-        modules = [self._products[each] for each in (first, into)]
-        require(self._value_given(modules[0]) is given, reason)
-        products = [*map(self._product, modules)]
+        firsts = self._firsts((first, into))
         row = num_heads * (rank + turned)
         results = [(latent, Place(words.QUERIES, 0, row))]
         if second is not None:
             results.append((taken, Place(words.NORMED)))
-        places = self._side_by_side(words.MIXED, (first, into))
-        program = self._program(results, places)
+        program = self._program(results, firsts.places)
         # The end of a key, and of each query, are turned alike; the rest is what products give.
         writer = Writer(self._rows, [key, query], self._is_given)
         end = np.arange(straight, size)
@@ -951,7 +954,7 @@ class _Reader:
                 each == ("[0]", {asking: size * head + place}) for place, each in enumerate(kept)
             )
             require(is_kept, reason)
-        turn = self._program([(shared, Place(words.QUERIES, rank, row))], places)
+        turn = self._program([(shared, Place(words.QUERIES, rank, row))], firsts.places)
         of_row = [place.word for place, _ in turn.places].index(words.MIXED)
         self._require_cached(attended.module, latent.tensor, key.tensor[0, 0, :, straight:])
         apart = {expand, *(() if second is None else (self._products[asking],))}
@@ -963,10 +966,10 @@ class _Reader:
             settings=_settings_of(attended, self._implementation),
             latents=LatentsPlan(
                 *(second, expanded, straight, turned, num_value, turn, of_row),
-                sum(each.num for each in products),
+                sum(each.num for each in firsts.products),
             ),
         )
-        return self._mixed(given, products, plan, result, out, places)
+        return self._mixed(firsts, plan, result, out)
 
     def _require_cached(self, module: Any, *cached: Tensor) -> None:
         """Refuse an attention that does not cache these rows of tokens."""
@@ -1004,22 +1007,17 @@ class _Reader:
         wanted = convolved(convolution, given.tensor[0].T)
         require(is_near(result.tensor[0].T.contiguous(), wanted), reason)
         self._rows.give(result, 2)
-        into, values = self._product(called[0]), [self._value_made(called[0])]
-        places = self._side_by_side(words.MIXED, values)
-        before = self._program([(given, Place(words.QUERIES))], places)
-        plan = MixingPlan(channels, before, convolution=convolution)
-        states = self._value_given(called[0])
-        return self._mixed(states, [into], plan, result, called[1], places)
+        firsts = self._firsts([self._value_made(called[0])])
+        before = self._program([(given, Place(words.QUERIES))], firsts.places)
+        plan = MixingPlan(channels, convolution=convolution)
+        return self._mixed(firsts, plan, result, called[1], before)
 
     def _recurrent(
         self, convolution: nn.Conv1d, given: Value, called: Sequence[nn.Module]
     ) -> _Part:
         """Return the recurrence of a layer: products, a convolution, a state, a gated norm."""
         module: Any = self._parents[convolution]
-        *values, _ = map(self._value_made, called)
-        products, mine = [*map(self._product, called[:-1])], {*values}
-        givens = {self._value_given(each) for each in called[:-1]}
-        require(len(givens) == 1 and len(products) < 5, "its products are of different states")
+        firsts = self._firsts([*map(self._value_made, called[:-1])])
         norms = [
             each
             for each in module.children()
@@ -1034,7 +1032,8 @@ class _Reader:
         def of_layer(value: Value) -> bool:
             """Return whether a value is made of what the layer's products give."""
             with suppress(UnsupportedForwardError):
-                return {*slice_of(self._rows, [value], self._is_given)[1]} <= mine
+                found = slice_of(self._rows, [value], self._is_given)[1]
+                return firsts.places.keys() >= {*found}
             return False
 
         decays = [x for x in self._trace.made_by("mul") if _is_decay(x) and of_layer(x)]
@@ -1042,16 +1041,15 @@ class _Reader:
         shape, with_decays = decays[0].shape, decays[0].node.ins[1]  # type: ignore[union-attr]
         sigmoids = [x for x in self._trace.made_by("sigmoid") if x.shape == shape and of_layer(x)]
         pairs = self._side_by_side(words.INNER, [given, decays[0], [*sigmoids, with_decays][0]])
-        places = self._side_by_side(words.MIXED, values)
-        before = self._program([*pairs.items()], places)
+        before = self._program([*pairs.items()], firsts.places)
         used = {each.name for each in before.constants}
         own = [name for name, each in module._parameters.items() if each is not None]
         names = [name for name in own if name not in used]
         numbers = [x.tensor[0].T if x is given else x.tensor[0] for x in pairs]
         found = read_recurrence(module, convolution, numbers, result.tensor, names)
         size = result.tensor.numel() // len(numbers[1])
-        plan = MixingPlan(size, before, convolution=convolution, recurrence=found)
-        return self._mixed(givens.pop(), products, plan, result, called[-1], places)
+        plan = MixingPlan(size, convolution=convolution, recurrence=found)
+        return self._mixed(firsts, plan, result, called[-1], before)
 
     # --- modules ----------------------------------------------------------------------------------
 
@@ -1105,7 +1103,8 @@ class _Reader:
         linear, added = self._adapted.get(module, (module, ()))
         name = type(module).__name__
         require(type(linear) in PRODUCTS, f"{name} is not a plain linear layer")
-        return ProductPlan(linear, first, num or size_of(linear)[0], module, added)
+        num_columns, num_inputs = size_of(linear)
+        return ProductPlan(linear, first, num or num_columns, num_inputs, module, added)
 
     def _additions(self, module: nn.Module) -> tuple[nn.Linear, tuple[AdditionPlan, ...]] | None:
         """Return the linear layer in a module, and its additions; None for other modules."""
@@ -1133,32 +1132,22 @@ class _Reader:
                 rows.give(value, len(value.shape) - 2)
             writer = Writer(rows, [self._value_made(module)], ends.__contains__)
             times = _factors(writer.columns(), ends)
-            added = zip(firsts.values(), firsts, times[1:], strict=True)
+            added = zip(firsts.values(), firsts, times, strict=True)
             return linears[0], tuple(AdditionPlan(*each) for each in added)
         return None
 
 
 def _factors(columns: Columns, values: Sequence[Value]) -> list[float]:
-    """Return the factors of a sum of values; that of the first must be 1."""
-    space: dict[str, Any] = {"F": float}
-    exec(columns.text, space)
-    places = [value for value, *_ in columns.inputs]
-    is_whole = {*places} == {*values} and all(first == 0 for _, first, _ in columns.inputs)
-    require(is_whole and not columns.constants, "it is no sum")
-
-    def at(numbers: Sequence[float]) -> float:
-        out = [0.0]
-        try:
-            space["program"](1, *([numbers[values.index(each)]] for each in places), out)
-        except NameError:
-            raise UnsupportedForwardError("it is no sum") from None
-        return out[0]
-
-    times = [at([float(x is each) for x in values]) for each in values]
-    tried = [1.7 * number - 3.1 for number in range(len(values))]
-    total = sum(each * x for each, x in zip(times, tried, strict=True))
-    require(times[0] == 1.0 and math.isclose(at(tried), total, rel_tol=1e-9), "it is no sum")
-    return times
+    """Return the factors of all values but the first, of whose sum some columns are."""
+    text, times = columns.text.rpartition(" = ")[2].strip(), list[tuple[Value, float]]()
+    inputs = [value for value, *_ in columns.inputs]
+    while found := _ADDED.fullmatch(text):
+        text = found[1]
+        times.append((inputs[int(found[2])], float(found[3])))
+    is_whole = not any(first for _, first, _ in columns.inputs)
+    is_sum = text == "a0[i]" and inputs[0] is values[0] and len(times) == len(values) - 1
+    require(is_whole and is_sum and {*dict(times)} == {*values[1:]}, "it is no sum")
+    return [*map(dict(times).__getitem__, values[1:])]
 
 
 def _settings_of(
@@ -1200,15 +1189,11 @@ def is_alike(positions: Tensor) -> bool:
     return bool((positions == positions[:1]).all())
 
 
-def given_to(
-    plan: CallPlan, tensors: Mapping[Any, Tensor | None]
-) -> tuple[list[Any], dict[str, Any]]:
+def given_to(plan: CallPlan, tensors: Mapping[Any, Tensor]) -> tuple[Iterator[Any], dict[str, Any]]:
     """Return the arguments of a call, with tensors instead of placeholders."""
-
-    def put(value: Any) -> Any:
-        return next((each for name, each in tensors.items() if name is value), value)
-
-    return [*map(put, plan.args)], {name: put(value) for name, value in plan.kwargs.items()}
+    named = plan.kwargs.values()
+    put = zip(plan.kwargs, map(tensors.get, named, named), strict=True)
+    return map(tensors.get, plan.args, plan.args), dict(put)
 
 
 def _is_decay(value: Value) -> bool:
@@ -1239,14 +1224,14 @@ def _sizes_of(
     latents = [each.latents for each in mixing if each.latents is not None]
     programs = [each for step in steps for each in step[:2]] + [layer.at_end for layer in layers]
     programs += [each.rows for each in mixing] + [each.turn for each in latents]
-    rows = [each for each in (*programs, *(x.choose for x in experts)) if each is not None]
+    rows = [each for each in programs if each is not None]
     lying = [(place.word, place.step or size) for each in rows for place, size in each.places]
     lying += [(each.target, each.num_made) for each in products]
     lying += [(words.ATTENDED, each.attended) for each in mixing]
     lying += [(words.QUERIES, each.row_of_queries) for each in mixing]
     for each in experts:
-        lying.append((words.OF_EXPERTS, each.num_chosen * each.stacks.inner))
-        lying += [(words.RESULT, hidden), (words.SCORES, each.num_scores + 1)]
+        of_experts = words.OF_EXPERTS, each.num_chosen * each.stacks.inner
+        lying += [of_experts, (words.RESULT, hidden)]
     memory: dict[int, int] = {}
     for word, size in lying:
         memory[word] = max(memory.get(word, 0), size)
@@ -1255,7 +1240,7 @@ def _sizes_of(
     recurrences = [each.recurrence for each in mixing if each.recurrence is not None]
     return DecoderSizes(
         *(len(layers), hidden, num_columns, reach, tuple(sorted(memory.items()))),
-        max((each.num_scores for each in experts), default=0),
+        max((each.num for each in experts), default=0),
         max((each.num_chosen for each in experts), default=0),
         max(max(each.size + each.more, each.size_of_value) for each in heads),
         max(sum(y.first.out_features for x in each.products for y in x.added) for each in products),

@@ -14,14 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lade.compat.closeness import largest
-from lade.forward.comparing import (
-    UnsupportedForwardError,
-    convolved,
-    difference,
-    only,
-    require,
-    tolerance,
-)
+from lade.forward.comparing import convolved, difference, require, tolerance
 
 # Results of a chunk of tokens, as torch adds them to a state, and of one by one; of the largest.
 _ONE_BY_ONE = 1e-4
@@ -90,11 +83,10 @@ def read_recurrence(
         if num_values % num == all_keys % num == 0
     ]
     wanted = results.view(num_tokens, num_values, value_size)
-    errors = {plan: difference(_result(plan, convolution, *given), wanted) for plan in plans}
-    found = only(errors, max(tolerance(wanted), _ONE_BY_ONE * largest(wanted)))
-    if found is None:
-        raise UnsupportedForwardError(_REASON)
-    return found
+    limit = max(tolerance(wanted), _ONE_BY_ONE * largest(wanted))
+    found = [x for x in plans if difference(_result(x, convolution, *given), wanted) <= limit]
+    require(len(found) == 1, _REASON if not found else "several recurrences give its results")
+    return found[0]
 
 
 def added_by(plan: RecurrencePlan) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:

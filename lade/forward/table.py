@@ -72,6 +72,7 @@ class Weights:
         of_kind: numbers of the caches that each kind of mask is for.
         calls: names of the modules that make embeddings and angles, and what they get.
         wanted: what is used of these: number of the call and of its result, numbers of a token.
+        steps: int64, bytes from one token to the next in each of these.
         turning: int64 [addresses, 2], where each is in the table, and its number in `wanted`.
         by_digits: whether products read digits of their inputs.
     """
@@ -123,6 +124,7 @@ class Weights:
         slots = zip(*self._slots, strict=True)
         self._modules, self._kinds, self._names, index, starts, self._known = slots
         self._index, self._starts = np.array(index), np.array(starts)
+        self.steps = np.array([4 * size for *_, size in self.wanted], np.int64)
 
     def _add_phases(self, phases: Sequence[Any], kind: int = 0, cache: int = 0) -> None:
         """Describe phases, with the number of the layer's masks and of its cache."""
@@ -251,11 +253,7 @@ class Weights:
 
     def _add_experts(self, number: int, plan: ExpertsPlan) -> None:
         row, stacks = self._rows[number], plan.stacks
-        self._add_matrix(number, words.ROUTER, plan.router, by_digits=True)
-        if plan.shared_gate is not None:
-            self._add_matrix(number, words.SHARED_GATE, plan.shared_gate, by_digits=True)
-        row[words.NUM_CHOSEN], row[words.EXPERT_INNER] = plan.num_chosen, stacks.inner
-        row[words.CHOOSE] = self._add_rows(plan.choose)
+        row[words.NUM_EXPERTS : words.GATE_UP_BIAS] = plan.num, plan.num_chosen, stacks.inner
         self._add_stacks(number, stacks)
         alternates = row[words.LIES] & words.ALTERNATE  # files have gate and up apart
         text = stacks.gating if alternates else stacks.gating.replace("[2 * i]", "[i]")
@@ -464,8 +462,8 @@ def _job_of(phase: MixingPlan | ExpertsPlan, compiled: Any) -> int:
 def _num_rows(phase: Any) -> int:
     """Return how many phases of a job one of a plan is."""
     if type(phase) is MixingPlan:
-        return 2 if phase.recurrence is None else 3
-    return 4 if type(phase) is ExpertsPlan else 1
+        return 1 if phase.convolution is not None and phase.recurrence is None else 2
+    return 2 if type(phase) is ExpertsPlan else 1
 
 
 def _have_digits(word: int, phases: Iterable[Any]) -> bool:

@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
-from lade.attention.masks import FULL, AttentionSpan
 from lade.compat import Model, does_nothing, placeholders_of
 from lade.compat.attempts import Attempt
 from lade.compat.view import HOOKED, apart, with_attention, with_eager_experts, wraps_own_forward
@@ -30,6 +28,7 @@ from lade.forward.comparing import UnsupportedForwardError, require
 from lade.forward.packed import PackedConv1D, PackedEmbedding, PackedLinear, PackedStack
 from lade.forward.trace import Trace, Value
 from lade.machine.generators import are_random_states, put_back, random_states
+from lade.targets.masks import FULL, AttentionSpan
 
 _POSITIONS = [0, 1, 2, 1_000_003, 1_000_004]  # of the watched forward
 _OTHERS = [0, 1, 900_001]  # of another one
@@ -339,12 +338,10 @@ def _stand_in(view: Model) -> None:
 
     for module in view.modules():
         parameters, buffers, kind = module._parameters, module._buffers, type(module)
-        if kind in (PackedLinear, PackedEmbedding):
+        if kind in (PackedLinear, PackedEmbedding, PackedConv1D):
             weight: Any = parameters["weight"]
-            parameters["weight"] = instead(weight, torch.Size(size_of(module)), torch.float32)
-        if kind is PackedConv1D:
-            weight = parameters["weight"]
-            parameters["weight"] = instead(weight, weight.shape, torch.float32)
+            shape = weight.shape if kind is PackedConv1D else torch.Size(size_of(module))
+            parameters["weight"] = instead(weight, shape, torch.float32)
         for name, each in parameters.items():
             if type(each) in (Tensor, nn.Parameter) and _is_wide(each):
                 parameters[name] = instead(each, each.shape, each.dtype)
@@ -354,29 +351,16 @@ def _stand_in(view: Model) -> None:
         for name, each in buffers.items():
             if type(each) is Tensor and _is_wide(each) and _is_one_number(each):
                 buffers[name] = noise.like(each.flatten().shape, each.dtype).view(each.shape)
-        is_large = kind in PRODUCTS and math.prod(size_of(module)) > _LARGE
-        if is_large or kind in (PackedLinear, PackedEmbedding):
-            added: tuple[Tensor, ...] = ()
-            if is_large:
-                num, num_inputs = size_of(module)
-                factors = noise.like(torch.Size((num, _NUM_ADDED)), torch.float32)
-                added = noise.among(num_inputs, factors.shape), factors
-            of_kind: Any = _embedded if kind is PackedEmbedding else _multiplied
-            vars(module)["forward"] = partial(of_kind, module, added)
+        if kind in PRODUCTS and math.prod(size_of(module)) > _LARGE:
+            num, num_inputs = size_of(module)
+            factors = noise.like(torch.Size((num, _NUM_ADDED)), torch.float32)
+            added = noise.among(num_inputs, factors.shape), factors
+            vars(module)["forward"] = partial(_multiplied, module, *added)
 
 
-def _embedded(module: Any, _: Any, input: Tensor) -> Tensor:
-    states, scale = functional.embedding(input, module.weight), module._buffers.get("embed_scale")
-    return states if scale is None else states * scale
-
-
-def _multiplied(module: Any, added: tuple[Tensor, ...], input: Tensor) -> Tensor:
-    wide = input.float()
-    if added:
-        inputs, factors = added
-        made = (wide[..., inputs] * factors).sum(dim=-1)
-    else:
-        made = functional.linear(wide, module.weight)
+def _multiplied(module: Any, places: Tensor, factors: Tensor, input: Tensor) -> Tensor:
+    """Return sums of some inputs, in the place of a large product."""
+    made = (input.float()[..., places] * factors).sum(dim=-1)
     return (made if module.bias is None else made + module.bias).to(input.dtype)
 
 

@@ -90,12 +90,11 @@ MOST_PLACES = (ROW_SIZE - PLACES) // 3
 # the scale of the result, and its first number in a row of BETWEEN.
 SECOND = PRODUCT_SIZE
 TIMES, START = range(SECOND + 2, SECOND + 4)
-# Experts: as products, the router, the gate of the shared expert, and gate, up and down, whose
-# columns are those of all experts, and NUM_COLUMNS those of one; the row of the program that makes
-# choices of scores; addresses of biases of gate and up; how the weights lie; the address of the
-# program of gate and up; whether these are multiplied by digits.
-ROUTER, SHARED_GATE, EXPERT_GATE, EXPERT_UP, EXPERT_DOWN = range(0, 45, PRODUCT_SIZE)
-NUM_CHOSEN, CHOOSE, EXPERT_INNER, GATE_UP_BIAS, LIES, GATING, BY_DIGITS = range(45, 52)
+# Experts: as products, gate, up and down, whose columns are those of all experts, and NUM_COLUMNS
+# those of one; addresses of biases of gate and up; how the weights lie; the address of the program
+# of gate and up; whether these are multiplied by digits.
+EXPERT_GATE, EXPERT_UP, EXPERT_DOWN = range(0, 27, PRODUCT_SIZE)
+NUM_EXPERTS, NUM_CHOSEN, EXPERT_INNER, GATE_UP_BIAS, LIES, GATING, BY_DIGITS = range(27, 34)
 # Attention to latents: what makes queries of the normed columns of the layer's first product, or no
 # product if these are queries; what makes each head's key, without angles, and value of latents;
 # numbers of such a key, of a turned one, and of a value; address of what attends; EXPAND's format.

@@ -38,6 +38,7 @@ class _Pool:
         for bed in (words.POOL_BED, *of_slots):
             library.pthread_mutex_init(self._place(bed + words.MUTEX), None)
             library.pthread_cond_init(self._place(bed + words.CONDITION), None)
+        self.num_workers = self.number(words.NUM_WORKERS)
         self._work = _workers.work().address
         self.run = _Function(_workers.run_shared().address)
         self._close = _Function(_workers.close_pool().address)
@@ -51,7 +52,7 @@ class _Pool:
 
     def grow(self, num: int) -> None:
         """Start workers until there are so many, or the system has no more threads."""
-        num_workers, thread = self.number(words.NUM_WORKERS), ctypes.c_void_p()
+        num_workers, thread = self.num_workers, ctypes.c_void_p()
         with _making:
             while num_workers.value < min(num, _MOST):
                 line = words.WORKERS + 8 * num_workers.value
@@ -99,7 +100,7 @@ def run_job(function: int, job: int, num_threads: int) -> None:
             if not _pools:
                 _pools.append(_Pool())
     pool = _pools[0]
-    if pool.number(words.NUM_WORKERS).value < num_threads - 1:
+    if pool.num_workers.value < num_threads - 1:
         pool.grow(num_threads - 1)
     given = _Job(pool.address, function, job, num_threads)
     pool.run(ctypes.addressof(given))

@@ -65,7 +65,7 @@ def generate(
     prediction: Predicted | None = None,
     **generate_kwargs: Any,
 ) -> Any:
-    """Generate as `model.generate(input_ids, **generate_kwargs)` does, with fewer forwards.
+    """Generate as `model.generate(input_ids, **generate_kwargs)` does, in fewer forward passes.
 
     Args:
         model: a transformers causal LM, possibly wrapped by PEFT or `torch.compile`.

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from lade.attention.packed import PACKED_ROWS
 from lade.compat import has_custom_generate, mesh_of
 from lade.compat.attempts import Attempt
 from lade.config import SPECULATING, Execution, Verification
@@ -22,6 +21,7 @@ from lade.probing.settling import ready
 from lade.probing.user_code import AROUND, has_user_inputs
 from lade.targets.base import Target
 from lade.targets.inputs import is_text_alone, sees_its_ends
+from lade.targets.parts import TREE_SDPA
 from lade.targets.rows import RowsTarget
 from lade.targets.trees import TreeTarget
 
@@ -82,7 +82,7 @@ def _verification(call: Call) -> tuple[VerificationPlan, EngineCall | None]:
         # Calls that share a forward are like rows of different lengths.
         with suppress(UnsupportedModelError):
             found = choose(is_padded=True)
-    if found is None or found.attention != PACKED_ROWS:
+    if found is None or found.attention != TREE_SDPA:
         found, engine_call = None, None
     verification = found or choose(is_padded=lengths.is_padded or call.num_rows > 1)
     verification = verification._replace(why_eager=why_eager or verification.why_eager)

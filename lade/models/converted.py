@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from transformers import CONFIG_MAPPING
 
 from lade.errors import UserError, in_one_line
 
@@ -215,8 +216,6 @@ def config_of(path: Path, settings: Mapping[str, Any], tensors: Mapping[str, Any
 
 def _made(path: Path, made: Architecture, own: Any, settings: Any, tensors: Any) -> Any:
     """Return the config of a file alone; errors of its class are not yet the user's."""
-    from transformers import CONFIG_MAPPING
-
     kind = CONFIG_MAPPING[made.types[bool(own.get(made.second_if))]]
     fields, rope = _read(path, own, {**_KEYS, **(made.keys or {})})
     known, name = kind(), kind.model_type  # whose fields are asked for

@@ -89,9 +89,8 @@ def embedded_model(name: str = DEFAULT_MODEL, *, progress: Progress | None = Non
     folder = user_cache_path("lade", appauthor=False) / "models" / f"{name}-gguf"
     if folder.is_dir():
         return folder
-    for module in ("gguf", "accelerate"):  # reported before the download
-        if find_spec(module) is None:
-            raise MissingExtraError(module, "cli")
+    if find_spec("gguf") is None:  # reported before the download
+        raise MissingExtraError("gguf", "cli")
     tell = progress or (lambda what: None)
     if model.terms is not None:
         (progress or warnings.warn)(model.terms)
@@ -156,7 +155,7 @@ def _fetch(model: EmbeddedModel, work: Path, folder: Path, *, is_shown: bool) ->
 
 def _keep_tokenizer(embedded: EmbeddedModel, folder: Path) -> None:
     """Write the tokenizer of the GGUF file beside it, as reading it from there takes seconds."""
-    from lade.models.gguf import load_gguf_tokenizer
+    from lade.models.gguf_tokenizer import load_gguf_tokenizer
 
     try:
         load_gguf_tokenizer(folder / embedded.gguf_name).save_pretrained(folder)

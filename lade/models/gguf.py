@@ -7,13 +7,26 @@ beside it. A file is checked first: everything that its header names must be in 
 import math
 import mmap
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+)
 
 from lade.errors import UserError
 from lade.forward import words
+from lade.forward.blocks import Blocks, refuse
+from lade.forward.experts import PARTS, STACKS
+from lade.forward.packed import PackedEmbedding, PackedLinear, PackedStack, unpacked
 from lade.models.converted import (
     ANGLES,
     GROUPED,
@@ -23,7 +36,6 @@ from lade.models.converted import (
     check_angles,
     config_of,
 )
-from lade.models.gguf_tokenizer import tokenizer_of
 
 _F32, _MOST_DIMENSIONS = 0, 4
 # Most entries of a list in a header: no vocabulary has more tokens.
@@ -49,21 +61,6 @@ class GgufHeader(NamedTuple):
 
     settings: dict[str, Any]  # numbers, texts and lists of them
     tensors: dict[str, Stored]
-
-
-def gguf_in(name: str | Path) -> Path | None:
-    """Return the GGUF file that is named, or the only one of a folder without other weights."""
-    path = Path(name)
-    if path.is_file():
-        with path.open("rb") as file:
-            return path if path.suffix.lower() == ".gguf" or file.read(4) == b"GGUF" else None
-    if not path.is_dir() or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
-        return None
-    files = sorted(path.glob("*.gguf"))
-    if len(files) > 1:
-        names = ", ".join(each.name for each in files)
-        raise UserError(f"expected one GGUF file in {path}, or the name of one, got {names}")
-    return files[0] if files else None
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -152,8 +149,9 @@ def _header(read: _HeaderReader, size: int) -> GgufHeader:
     tensors: dict[str, Stored] = {}
     for name, shape, format_, offset in listed:
         if format_ not in words.BLOCKS:
+            known = {each.value: each.name for each in GGMLQuantizationType}
             raise ValueError(
-                f"the tensor {name!r} is of GGML's type {_name_of(format_)}, and "
+                f"the tensor {name!r} is of GGML's type {known.get(format_, format_)}, and "
                 f"{', '.join(name for name, *_ in words.BLOCKS.values())} are read"
             )
         numbers, in_bytes = (1, 4) if format_ == _F32 else words.BLOCKS[format_][1:]
@@ -168,13 +166,6 @@ def _header(read: _HeaderReader, size: int) -> GgufHeader:
     return GgufHeader(settings, tensors)
 
 
-def _name_of(format_: int) -> str:
-    from gguf import GGMLQuantizationType
-
-    known = {each.value: each.name for each in GGMLQuantizationType}
-    return f"{known.get(format_, 'an unknown one')} ({format_})"
-
-
 # --- the model and its tokenizer ------------------------------------------------------------------
 
 
@@ -186,16 +177,6 @@ def load_gguf(
     Raises:
         UserError: the file is damaged, or has a key or tensor that is not read.
     """
-    import torch
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        AutoConfig,
-        AutoModelForCausalLM,
-        GenerationConfig,
-    )
-
-    from lade.forward.blocks import refuse
-
     header = header_of(path)
     settings, tensors = header.settings, header.tensors
     made = architecture_of(path, settings)
@@ -234,7 +215,9 @@ def load_gguf(
             buffers.update({n: torch.empty_like(b, device="cpu") for n, b in buffers.items()})
             model._init_weights(module)
     check_angles(path, settings, tensors, model)
-    _Filler(path, header, model, made.changes, dtype, device).fill()
+    # Nothing is written, so processes share the pages of the file.
+    blob = torch.from_numpy(np.memmap(path, np.uint8, "c"))
+    _Filler(path, header, model, made.changes, dtype, device, blob).fill()
     if (beside / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(beside)
     else:
@@ -270,15 +253,6 @@ def _end_at(config: Any, settings: dict[str, Any]) -> None:
     config.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None
 
 
-def load_gguf_tokenizer(path: Path) -> Any:
-    """Return the tokenizer of a file; `AutoTokenizer` would read all tokens twice.
-
-    Raises:
-        UserError: the file is damaged, has no tokenizer, or one that is not read.
-    """
-    return tokenizer_of(path, header_of(path).settings)
-
-
 def _check_sizes(path: Path, header: GgufHeader, config: Any) -> None:
     """Refuse sizes of the config that no tensor of the file has, before a model is made of them."""
     largest = max(max(each.shape) for each in header.tensors.values())
@@ -294,32 +268,22 @@ def _check_sizes(path: Path, header: GgufHeader, config: Any) -> None:
         raise UserError(f"expected 1 to {num_experts} experts of a token in {path}, got {chosen}")
 
 
+@dataclass(frozen=True, slots=True)
 class _Filler:
-    """Puts the tensors of a file in a model whose parameters have no memory yet.
+    """Puts the tensors of a file in a model whose parameters have no memory yet."""
 
-    Args:
-        path: of the file.
-        header: of it.
-        model: to fill.
-        changes: of the tensors, see `Architecture`.
-        dtype: of whole weights; None leaves them in blocks.
-        device: of whole weights.
-    """
-
-    def __init__(
-        self, path: Path, header: GgufHeader, model: Any, changes: str, dtype: Any, device: Any
-    ) -> None:
-        import torch
-
-        self._path, self._header, self._model = path, header, model
-        self._changes, self._dtype, self._device = changes, dtype, device
-        # Nothing is written, so processes share the pages of the file.
-        self._blob = torch.from_numpy(np.memmap(path, np.uint8, "c"))
+    path: Path  # of the file
+    header: GgufHeader  # of it
+    model: Any
+    changes: str  # of the tensors, see `Architecture`
+    dtype: Any  # of whole weights; None leaves them in blocks
+    device: Any  # of whole weights
+    blob: Any  # the file's bytes
 
     def fill(self) -> None:
-        names = self._names(self._header.settings["general.architecture"])
+        names = self._names(self.header.settings["general.architecture"])
         stacked: dict[str, dict[str, Stored]] = {}
-        for name, stored in self._header.tensors.items():
+        for name, stored in self.header.tensors.items():
             part = ".".join(name.removesuffix(".weight").split(".")[2:])
             if part.removesuffix(".bias") in _EXPERTS:
                 stacked.setdefault(name.split(".")[1], {})[part] = stored
@@ -327,24 +291,18 @@ class _Filler:
                 self._put(name, names[name], stored)
             elif name.split(".")[0] not in ANGLES:
                 raise UserError(
-                    f"{type(self._model).__name__} has no parameter for {name!r} of {self._path}"
+                    f"{type(self.model).__name__} has no parameter for {name!r} of {self.path}"
                 )
         self._stack(stacked)
-        if self._model.config.tie_word_embeddings:
+        if self.model.config.tie_word_embeddings:
             self._tie()
-        missing = [name for name, each in self._model.named_parameters() if each.is_meta]
+        missing = [name for name, each in self.model.named_parameters() if each.is_meta]
         if missing:
-            raise UserError(f"expected a tensor for {missing[0]} in {self._path}, got none")
+            raise UserError(f"expected a tensor for {missing[0]} in {self.path}, got none")
 
     def _stack(self, stacked: dict[str, dict[str, Stored]]) -> None:
         """Let modules index packed stacks by expert, given those of each layer of the file."""
-        import torch
-        from torch import nn
-
-        from lade.forward.experts import PARTS, STACKS
-        from lade.forward.packed import PackedStack
-
-        for name, module in self._model.named_modules():
+        for name, module in self.model.named_modules():
             if STACKS[0] not in module._parameters:
                 continue
             found = stacked.pop(next(each for each in name.split(".") if each.isdigit()), {})
@@ -363,9 +321,9 @@ class _Filler:
             if not is_known or got != shapes or any(each.format != _F32 for each in biases):
                 raise UserError(
                     f"expected {', '.join(_EXPERTS)} for {name}, {[*map(tuple, wanted)]}, in "
-                    f"{self._path}, got {got}"
+                    f"{self.path}, got {got}"
                 )
-            alternates = self._model.config.model_type == _ALTERNATING
+            alternates = self.model.config.model_type == _ALTERNATING
             lies = words.LIE_ACROSS * is_across | words.ALTERNATE * alternates
             blocks = [nn.Parameter(self._raw(x).view(*x.shape[:2], -1), False) for x in stored]
             formats = [each.format for each in stored]
@@ -373,11 +331,11 @@ class _Filler:
                 PackedStack(blocks[:2], formats[:2], hidden, lies),
                 PackedStack(blocks[2:], formats[2:], inner, lies),
             )
-            if self._dtype is None:
+            if self.dtype is None:
                 module._parameters.update(zip(PARTS[:3], blocks, strict=True))
             for stack, packed in zip(STACKS[:2], stacks, strict=True):
                 del module._parameters[stack]
-                if self._dtype is None:
+                if self.dtype is None:
                     vars(module)[stack] = packed
                 else:
                     whole = torch.stack([self._whole(packed[each]) for each in range(num)])
@@ -386,62 +344,49 @@ class _Filler:
                 self._put_biases(module, biases, lies)
         if stacked:
             raise UserError(
-                f"{type(self._model).__name__} has no experts for layer {min(stacked)} of "
-                f"{self._path}"
+                f"{type(self.model).__name__} has no experts for layer {min(stacked)} of "
+                f"{self.path}"
             )
 
     def _put_biases(self, module: Any, stored: list[Stored], lies: int) -> None:
         """Give experts their biases: as the module wants them, and as jobs do."""
-        import torch
-        from torch import nn
-
-        from lade.forward.experts import PARTS, STACKS
-
         gate, up, down = (self._raw(x).view(torch.float32).view(x.shape) for x in stored)
         both = torch.cat((gate, up), dim=1)
         wanted = torch.stack((gate, up), dim=2).flatten(1) if lies & words.ALTERNATE else both
         for name, each in zip((PARTS[3], *STACKS[2:]), (both, wanted, down), strict=True):
-            if self._dtype is None or name in STACKS:
+            if self.dtype is None or name in STACKS:
                 module._parameters[name] = nn.Parameter(self._whole(each), False)
 
     def _whole(self, numbers: Any) -> Any:
-        return numbers if self._dtype is None else numbers.to(self._device, self._dtype)
+        return numbers if self.dtype is None else numbers.to(self.device, self.dtype)
 
     def _raw(self, stored: Stored) -> Any:
-        return self._blob[stored.start : stored.start + stored.num_bytes]
+        return self.blob[stored.start : stored.start + stored.num_bytes]
 
     def _names(self, architecture: str) -> dict[str, str]:
         """Return names of parameters, by names of tensors."""
-        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
         known = {name: number for number, name in MODEL_ARCH_NAMES.items()}
-        number = self._model.config.get_text_config(decoder=True).num_hidden_layers
+        number = self.model.config.get_text_config(decoder=True).num_hidden_layers
         names = get_tensor_name_map(known[architecture], number)
         found = {}
-        for full_name, _ in self._model.named_parameters(remove_duplicate=False):
+        for full_name, _ in self.model.named_parameters(remove_duplicate=False):
             module_name, _, attribute = full_name.rpartition(".")
             found[f"{names.get_name(module_name)}.{attribute}"] = full_name
             found[f"{names.get_name(full_name)}.weight"] = full_name
-        for full_name, _ in self._model.named_buffers():
+        for full_name, _ in self.model.named_buffers():
             found[f"{names.get_name(full_name)}.weight"] = full_name
         return found
 
     def _put(self, name: str, full_name: str, stored: Stored) -> None:
-        import torch
-        from torch import nn
-
-        from lade.forward.blocks import Blocks
-        from lade.forward.packed import unpacked
-
         module_name, _, attribute = full_name.rpartition(".")
-        module = self._model.get_submodule(module_name)
+        module = self.model.get_submodule(module_name)
         shape = getattr(module, attribute).shape
         if [x for x in stored.shape if x > 1] == [x for x in shape if x > 1]:
             stored = stored._replace(shape=tuple(shape))  # files leave out dimensions of 1
         if stored.shape != shape:
             raise UserError(
-                f"expected {name!r} of shape {[*shape]} in {self._path}, as "
-                f"{type(self._model).__name__} has it, got {[*stored.shape]}"
+                f"expected {name!r} of shape {[*shape]} in {self.path}, as "
+                f"{type(self.model).__name__} has it, got {[*stored.shape]}"
             )
         raw = self._raw(stored)
         if attribute in module._buffers and stored.format == _F32:
@@ -449,7 +394,7 @@ class _Filler:
             return
         is_matrix = isinstance(module, nn.Linear | nn.Embedding) and attribute == "weight"
         half, order = self._order(name, shape[0])
-        if is_matrix and stored.format != _F32 and self._dtype is None:
+        if is_matrix and stored.format != _F32 and self.dtype is None:
             blocks = raw.view(shape[0], -1)
             if order is not None and not half:  # a copy; halves are read as they are
                 blocks = blocks[order]
@@ -459,50 +404,40 @@ class _Filler:
         rows = raw.view(shape[0] if is_matrix else 1, -1)
         made = unpacked(rows, stored.format).view(shape)
         made = made if order is None else made[order]
-        if self._changes == RAISED and name.endswith("norm.weight"):
+        if self.changes == RAISED and name.endswith("norm.weight"):
             made = made - 1
         module._parameters[attribute] = nn.Parameter(self._whole(made), requires_grad=False)
 
     def _order(self, name: str, num: int) -> tuple[int, Any]:
         """Return the rows of half a head if halves alternate, and which rows become the first."""
-        import torch
-
         part = (name.split(".")[2:3] or [""])[0]
-        if part not in {TURNED: ("attn_q", "attn_k"), GROUPED: ("attn_qkv",)}.get(
-            self._changes, ()
-        ):
+        if part not in {TURNED: ("attn_q", "attn_k"), GROUPED: ("attn_qkv",)}.get(self.changes, ()):
             return 0, None
-        config = self._model.config
+        config = self.model.config
         rows = torch.arange(num, dtype=torch.int64, device="cpu")
         heads = config.num_key_value_heads if part == "attn_k" else config.num_attention_heads
         if num % ((3 if part == "attn_qkv" else 2) * heads):
-            raise UserError(f"the rows of {name!r} in {self._path} are not those of {heads} heads")
+            raise UserError(f"the rows of {name!r} in {self.path} are not those of {heads} heads")
         if part == "attn_qkv":
             return 0, rows.view(3, heads, -1).transpose(0, 1).reshape(-1)
         return num // heads // 2, rows.view(heads, -1, 2).transpose(1, 2).reshape(-1)
 
     def _replace(self, module_name: str, module: Any, weight: Any, format_: int, half: int) -> None:
-        from torch import nn
-
-        from lade.forward.packed import PackedEmbedding, PackedLinear
-
         if type(module) is nn.Linear:
             made: Any = PackedLinear(weight, format_, module.in_features, None, half)
             made.bias = module.bias  # which may be put in place later
         else:
             scale = getattr(module, "embed_scale", None)
             made = PackedEmbedding(weight, format_, module.embedding_dim, scale)
-        self._model.set_submodule(module_name, made)
+        self.model.set_submodule(module_name, made)
 
     def _tie(self) -> None:
         """Let the head have the embedding's weight."""
-        from lade.forward.packed import PackedEmbedding, PackedLinear
-
-        table: Any = self._model.get_input_embeddings()
-        head = self._model.get_output_embeddings()
+        table: Any = self.model.get_input_embeddings()
+        head = self.model.get_output_embeddings()
         if type(table) is PackedEmbedding:
             weight: Any = table.weight
             made = PackedLinear(weight, table.ggml_type, table.embedding_dim)
-            self._model.set_output_embeddings(made)
+            self.model.set_output_embeddings(made)
         else:
             head.weight = table.weight

@@ -4,8 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+from transformers import CONFIG_MAPPING, TOKENIZER_MAPPING, PreTrainedTokenizerFast
+
 from lade.errors import UserError
 from lade.models.converted import architecture_of
+from lade.models.gguf import header_of
 
 # Kinds of tokens that are whole in any text.
 _CONTROL, _USER_DEFINED = 3, 4
@@ -17,14 +21,13 @@ _KEYS = {f"tokenizer.ggml.{part}" for part in _PARTS.split()}
 _KEYS |= {"tokenizer.chat_template", "tokenizer.chat_templates", "tokenizer.huggingface.json"}
 
 
-def tokenizer_of(path: Path, settings: dict[str, Any]) -> Any:
-    """Return the tokenizer of a file, given all keys of its header.
+def load_gguf_tokenizer(path: Path) -> Any:
+    """Return the tokenizer of a file; `AutoTokenizer` would read all tokens twice.
 
     Raises:
-        UserError: the file has no tokenizer, or one that is not read.
+        UserError: the file is damaged, has no tokenizer, or one that is not read.
     """
-    from transformers import CONFIG_MAPPING, TOKENIZER_MAPPING, PreTrainedTokenizerFast
-
+    settings = header_of(path).settings
     if not settings.get("tokenizer.ggml.tokens"):
         raise UserError(f"expected a tokenizer, got no tokenizer in {path}; put one beside it")
     for key, each in settings.items():
@@ -56,9 +59,6 @@ def _spelled(tokenizer: Any, settings: dict[str, Any]) -> Any:
     The one that transformers makes of bytes cannot spell some control tokens, and classes add
     tokens of their own, beyond the model's table.
     """
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
     tokens, kinds = settings["tokenizer.ggml.tokens"], settings.get("tokenizer.ggml.token_type", ())
     state, whole = json.loads(tokenizer.backend_tokenizer.to_str()), dict[str, Any]()
     if settings.get("tokenizer.ggml.model") == "gpt2":

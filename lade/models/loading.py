@@ -10,15 +10,10 @@ from lade.errors import LadeError, UserError, in_one_line
 from lade.machine.garbage import without_collection
 from lade.machine.threads import num_cores_allowed
 from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, Progress, embedded_model
-from lade.models.gguf import gguf_in, load_gguf, load_gguf_tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _REACH_SEC = 4.0
 _MOST_THREADS = 1024  # with tens of thousands, torch's kernels crash the process
-# What users mean by other names of dtypes and devices.
-_MEANT = {"half": "float16", "float": "float32", "double": "float64", "gpu": "cuda"}
-_MEANT |= {f"{short}{bits}": f"float{bits}" for short in ("f", "fp") for bits in (16, 32, 64)}
-_MEANT |= {"bf16": "bfloat16", **{name: name for name in (*DTYPES, "cpu", "cuda")}}
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 # Our messages for errors of transformers that contain one of these words.
 _CAUSES = {
@@ -79,7 +74,7 @@ def load(
             be loaded.
     """
     if dtype not in (None, *DTYPES):
-        raise UserError(f"expected a dtype of {', '.join(DTYPES)}, got {dtype!r}{_hint(dtype)}")
+        raise UserError(f"expected a dtype of {', '.join(DTYPES)}, got {dtype!r}")
     if threads is not None and not 1 <= threads <= _MOST_THREADS:
         raise UserError(f"expected 1 to {_MOST_THREADS} threads, got {threads}")
     chosen = find_model(name)
@@ -113,6 +108,8 @@ def load(
     options |= {"trust_remote_code": trust_remote_code}
     with _telling_why(chosen), without_collection():  # imports the model's code
         if file is not None:
+            from lade.models.gguf import load_gguf
+
             is_whole = there.type != "cpu" or dtype is not None
             wanted = {"dtype": chosen_dtype, "device": there} if is_whole else {}
             model = load_gguf(file, trust_remote_code=trust_remote_code, **wanted)
@@ -161,13 +158,6 @@ def _packed(source: str, options: dict[str, Any], tell: Progress) -> Any:
     return None
 
 
-def _hint(name: str) -> str:
-    """Return a question for the dtype or device that is meant by a name, or nothing."""
-    kind, *number = name.lower().removeprefix("torch.").partition(":")
-    meant = "".join((_MEANT.get(kind, ""), *number))
-    return f"; did you mean {meant}?" if kind in _MEANT and meant != name else ""
-
-
 def _device_of(name: str) -> Any:
     """Return a device on which torch can compute here."""
     import torch
@@ -177,8 +167,8 @@ def _device_of(name: str) -> Any:
         return torch.device(name)
     except Exception as error:  # each device has errors of its own
         raise UserError(
-            f"expected a device that torch can use on this machine, such as cpu, got {name!r}"
-            f"{_hint(name) or f' ({in_one_line(error)})'}"
+            f"expected a device that torch can use on this machine, such as cpu, got {name!r} "
+            f"({in_one_line(error)})"
         ) from error
 
 
@@ -194,6 +184,8 @@ def load_tokenizer(
         file = gguf_in(source)
         if file is not None:
             if not any((file.parent / name).is_file() for name in _TOKENIZERS):
+                from lade.models.gguf_tokenizer import load_gguf_tokenizer
+
                 return load_gguf_tokenizer(file)
             source = str(file.parent)
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -202,6 +194,21 @@ def load_tokenizer(
 def source_of(name: str, progress: Progress | None = None) -> str:
     """Return the name or path for transformers; fetch an embedded model if it is missing."""
     return str(embedded_model(name, progress=progress)) if name in EMBEDDED_MODELS else name
+
+
+def gguf_in(name: str | Path) -> Path | None:
+    """Return the GGUF file that is named, or the only one of a folder without other weights."""
+    path = Path(name)
+    if path.is_file():
+        with path.open("rb") as file:
+            return path if path.suffix.lower() == ".gguf" or file.read(4) == b"GGUF" else None
+    if not path.is_dir() or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        names = ", ".join(each.name for each in files)
+        raise UserError(f"expected one GGUF file in {path}, or the name of one, got {names}")
+    return files[0] if files else None
 
 
 def find_model(model: str | None) -> str:

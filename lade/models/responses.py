@@ -3,8 +3,10 @@
 import json
 import re
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from transformers.cli.serving.utils import get_response_template
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
@@ -15,7 +17,6 @@ Json = dict[str, Any]
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # as templates call them
 # Fields of an answer that are text, by the templates' names.
 _TEXTS = {"content": "content", **dict.fromkeys(_THOUGHTS, "reasoning_content")}
-_NAMED = {"name": "{name}", "arguments": "{content}"}
 # A sample call; the chat template shows by it how calls are written.
 _ARGUMENTS = {"lade_argument": "lade_value", "lade_other": "lade_more"}
 _CALL: Json = {"name": "lade_function", "arguments": _ARGUMENTS}
@@ -29,48 +30,6 @@ _AS_TAGS = re.compile(
     r"\3lade_other\4lade_more\5(.*)",
     re.DOTALL,
 )
-
-
-def _template(start: str | list[str], thoughts: Json, calls: Json, ends: Json) -> Json:
-    """Return a response template, as tokenizers may bring one; blanks before a mark are its own."""
-    call = {"type": "function", "function": calls.pop("function", _NAMED)}
-    fields = {
-        "reasoning_content": {"content": "text", **thoughts},
-        "tool_calls": {"repeats": True, "transform": call, **calls},
-        "content": {"content": "text", **ends},
-    }
-    return {"defaults": {"role": "assistant"}, "start_anchor": start, "fields": fields}
-
-
-def _qwen(**calls: Any) -> Json:
-    ends = {"close_pattern": r"\s*(?:<\|im_end\|>|<\|endoftext\|>)"}
-    thoughts = {"open": "<think>", "close": "</think>"}
-    return _template("<|im_start|>assistant\n", thoughts, calls, ends)
-
-
-_HERMES = _qwen(
-    open_pattern=r"\s*<tool_call>", close="</tool_call>", content="json", function="{content}"
-)
-_PARAMETER = r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"
-_XML = _qwen(
-    open_pattern=r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-    close_pattern=r"</function>\s*</tool_call>",
-    content="xml-inline",
-    content_args={"tag_pattern": _PARAMETER},
-)
-_GEMMA = _template(
-    ["<|turn>model\n", "<tool_response|>"],
-    {"open": "<|channel>thought\n", "close": "<channel|>"},
-    {
-        "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
-        "close": "<tool_call|>",
-        "content": "json",
-        "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
-    },
-    {"close": ["<turn|>", "<|tool_response>", "<eos>"]},
-)
-# Of models whose tokenizers bring none, by the beginning of their type; the longest counts.
-_TEMPLATES = {"qwen2": _HERMES, "qwen3": _HERMES, "qwen3_5": _XML, "gemma4": _GEMMA}
 
 
 class AnswerParser:
@@ -157,11 +116,10 @@ def parser_of(loaded: LoadedModel, prompt: str, tools: list[Json] | None) -> Ans
 
 
 def _template_of(loaded: LoadedModel) -> Json | None:
-    template: Json | None = getattr(loaded.tokenizer, "response_template", None)
-    kind = loaded.model.config.model_type
-    known = [name for name in _TEMPLATES if kind.startswith(name)]
-    if template is None and known:
-        template = _TEMPLATES[max(known, key=len)]
+    """Return the tokenizer's response template, else what transformers knows of its type."""
+    kind = loaded.model.config.model_type.removesuffix("_text")  # of models that also see images
+    of_kind = SimpleNamespace(config=SimpleNamespace(model_type=kind))
+    template: Json | None = get_response_template(loaded.tokenizer, of_kind)
     return template
 
 

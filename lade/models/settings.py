@@ -28,6 +28,8 @@ class Settings:
                 raise UserError(
                     f"expected {name} to be an integer of {least} or more, got {value!r}"
                 )
+        if self.seed >= 2**63:  # the most that torch's generator takes, and one
+            raise UserError(f"expected a seed below 2**63, got {self.seed}")
         if not 0 <= self.temperature < math.inf:
             raise UserError(
                 f"expected a finite temperature of 0 (greedy) or more, got {self.temperature}"

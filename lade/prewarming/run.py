@@ -4,7 +4,6 @@ The model writes texts, which show the successors of single tokens and pairs; `t
 them.
 """
 
-import copy
 import math
 import time
 from collections.abc import Callable
@@ -23,13 +22,15 @@ from lade.compat import Model, device_of_inputs, unwrapped
 from lade.compat.view import apart
 from lade.drafting.successors import Successors, rank, with_others
 from lade.errors import UnsupportedModelError
-from lade.prewarming.tables import named_table, path_of_table, seconds_of
+from lade.prewarming.tables import path_of_table, seconds_of
 from lade.probing.plan import probe
 from lade.probing.profile import Profiles
 from lade.probing.rules import refuse_encoder_decoder, refuse_sharded
 from lade.probing.selfcheck import unchanged_random_state
-from ngram_pool import DEFAULT_NUM_SUCCESSORS
+from ngram_pool import DEFAULT_NUM_SUCCESSORS, PoolStore
 
+# For 2**20 contexts: 64 MB on disk and in memory. A full table forgets the least recent contexts.
+_CAPACITY_TOKENS = 2**24
 # SmolLM2, bfloat16, one core: texts of 16 / 32 / 64 tokens ran at 502 / 450 / 371 tokens a second,
 # because attention and copies of the cache cost more with each token.
 _TEXT_LENGTH = 16
@@ -142,7 +143,7 @@ class TableWriter:
         refuse_encoder_decoder(model)
         refuse_sharded(model)
         self.path = path_of_table(model, folder)
-        view = apart(model).eval()
+        self._model = view = apart(model).eval()
         found = probe(view if any(each.training for each in model.modules()) else model)
         if found.verification == "plain":
             reasons = "; ".join(f"{name}: {reason}" for name, reason in found.reasons.items())
@@ -151,7 +152,6 @@ class TableWriter:
                 f"{found.model}. {reasons}"
             )
         self.seconds, self.num_tokens = 0.0, 0
-        self._model = copy.copy(view)  # shares everything but the attribute set here
         self._most_rows, self._num_rows = most_rows, min(_FEWEST_ROWS, most_rows)
         self._rng = np.random.default_rng()  # different texts in every run and process
         config = model.config.get_text_config(decoder=True)
@@ -164,9 +164,12 @@ class TableWriter:
         self._model.generation_config = GenerationConfig(
             max_new_tokens=min(_TEXT_LENGTH, longest - 2), do_sample=False
         )
-        self._opened, named = ExitStack(), named_table(self.path)
-        self._store = self._opened.enter_context(named.store)
-        self.table = self._opened.enter_context(named.open())
+        self._opened, name = ExitStack(), self.path.stem
+        store = PoolStore(
+            self.path.parent, save_every_sec=math.inf, model=name, capacity_tokens=_CAPACITY_TOKENS
+        )
+        self._store = self._opened.enter_context(store)
+        self.table = self._opened.enter_context(store.open(name))
         self.saved_sec = seconds_of(self.table)
         # How often each token is to be expected, by the likely successors.
         self._mentions = np.zeros(config.vocab_size)

@@ -1,6 +1,5 @@
-"""Prewarmed tables: named pools that hold a model's likely successors and no text."""
+"""Prewarmed tables: pools on disk that hold a model's likely successors and no text."""
 
-import math
 import os
 import warnings
 from pathlib import Path
@@ -9,10 +8,7 @@ from lade.compat import Model, mesh_of, unwrapped
 from lade.errors import UnsupportedModelError, UserError
 from lade.prewarming.fingerprint import fingerprint_of
 from lade.probing.profile import Profile
-from ngram_pool import NamedPool, NGramPool, PoolStore
-
-# For 2**20 contexts: 64 MB on disk and in memory. A full table forgets the least recent contexts.
-_CAPACITY_TOKENS = 2**24
+from ngram_pool import NGramPool
 
 
 def prewarmed_table_of(model: Model, profile: Profile) -> NGramPool | None:
@@ -38,7 +34,9 @@ def table_for(model: Model) -> NGramPool | None:
         if not os.path.isdir(tables_folder()):
             return None
         path = path_of_table(model)
-        return read_table(path) if os.path.isfile(path) else None
+        if not os.path.isfile(path):
+            return None
+        return NGramPool.load(path, model=path.stem, read_only=True)
     except UnsupportedModelError:  # the model has no fingerprint
         return None
     except Exception as error:  # of the model, or of a damaged file
@@ -63,30 +61,6 @@ def path_of_table(model: Model, folder: Path | None = None) -> Path:
     if fingerprint is None:
         raise UnsupportedModelError(f"{name} has no weights in memory to be recognised by")
     return (tables_folder() if folder is None else folder) / f"{fingerprint}.pool"
-
-
-def read_table(path: Path) -> NGramPool:
-    """Read a table that nothing will be added to.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is damaged, or no table of this version.
-    """
-    table = NGramPool.load(path, model=path.stem, read_only=True)
-    seconds_of(table)
-    return table
-
-
-def named_table(path: Path) -> NamedPool:
-    """Return a table in a store of its own, for one process to add to; its folder is made.
-
-    Raises:
-        OSError: the folder cannot be made.
-    """
-    store = PoolStore(
-        path.parent, save_every_sec=math.inf, model=path.stem, capacity_tokens=_CAPACITY_TOKENS
-    )
-    return store.named(path.stem)
 
 
 def seconds_of(table: NGramPool) -> float:

@@ -2,7 +2,6 @@
 
 import torch
 
-from lade.budget.seconds import compile_kernels as compile_budgets
 from lade.compat import Model, unwrapped
 from lade.config import Config
 from lade.drafting.successors import compile_kernels as compile_ranks
@@ -39,7 +38,6 @@ def warm_up(model: Model | None = None, *, num_rows: int = 1, config: Config | N
         refuse_encoder_decoder(model)
     NGramPool(1)  # which compiles the pool's kernels
     compile_ranks()
-    compile_budgets()
     if model is None:
         compile_forwards()
         return

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from lade.attention.packed import PACKED_SDPA
 from lade.compat import Model, attention_of, device_of_inputs, unwrapped
 from lade.config import SPECULATING, Config, Execution, Verification
 from lade.errors import UnsupportedModelError
@@ -21,7 +20,7 @@ from lade.probing.profile import (
     profile_of,
 )
 from lade.probing.rules import WITHOUT_CACHE, refuse_encoder_decoder
-from lade.probing.selfcheck import check
+from lade.probing.selfcheck import NoVerdictError, check
 from lade.probing.user_code import (
     has_user_experts,
     has_user_inputs,
@@ -76,8 +75,6 @@ def choose_verification(
         key = CheckKey(verification, cache, is_padded or is_batch)
         if execution != "eager" and verification == "tree" and not (is_batch or reason):
             why_eager, attention = _result_of(model, profile, key._replace(execution=execution))
-            if why_eager is None and repeats_keys(model, attention):
-                why_eager = "its attention would copy all slots for all query heads"
             if why_eager is None:
                 return VerificationPlan(verification, attention, reasons, execution)
         if reason is None:
@@ -93,13 +90,6 @@ def choose_verification(
     if asked is not None:
         raise UnsupportedModelError(f"{name} cannot verify drafts by {asked!r}: {reasons[asked]}")
     return VerificationPlan("plain", None, reasons)
-
-
-def repeats_keys(model: Model, attention: str | None) -> bool:
-    """Return whether a step off the CPU copies shared keys, which a static cache has many of."""
-    if attention == PACKED_SDPA or device_of_inputs(model).type == "cpu":
-        return False
-    return any(getattr(module, "num_key_value_groups", 1) > 1 for module in model.modules())
 
 
 def why_never(model: Model, profile: Profile) -> dict[Verification, str]:
@@ -132,11 +122,11 @@ def _why_not_back(model: Model, config: Config, profile: Profile) -> str | None:
 
 def why_not_run(profile: Profile) -> str | None:
     """Return why lade must run no forward of a model, not even a check, or None."""
-    if profile.compiled is None:
+    if (part := profile.state.compiled) is None:
         return None
     return (
-        f"{profile.compiled} is compiled by torch.compile, and drafts would compile it again for "
-        "each number of tokens"
+        f"{part} is compiled by torch.compile, and drafts would compile it again for each number "
+        "of tokens"
     )
 
 
@@ -167,6 +157,8 @@ def _result_of(model: Model, profile: Profile, key: CheckKey) -> CheckResult:
         return profile.once(key, lambda: check(model, profile, key))
     except torch.OutOfMemoryError:  # not kept: a later check may succeed
         return CheckResult("no memory was left to check it")
+    except NoVerdictError as none:
+        return CheckResult(str(none))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +170,9 @@ class Probe:
         verification: Method by which drafts are verified.
         attention: Attention implementation that verifies drafts.
         reasons: Why each better method was ruled out.
-        execution: How forwards that verify drafts are executed.
+        execution: How forward passes that verify drafts are executed.
         why_by_torch: Why a model on a CPU is run by torch, module by module, and which module is
-            the reason; None where forwards may run as one compiled job, and on other devices.
+            the reason; None where the compiled forward pass may run it, and on other devices.
     """
 
     model: str

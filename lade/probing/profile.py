@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lade.budget.seconds import Seconds
-from lade.compat import Model, compiled_part_of, device_of_inputs, dtype_of, unwrapped
+from lade.compat import Model, device_of_inputs, dtype_of, unwrapped
 from lade.compat.attempts import Attempt
 from lade.compat.view import FastViews
 from lade.config import Execution, Verification
@@ -53,8 +53,6 @@ class Profile:
     state: ModelState  # the state that it holds for
     #: The name of user code that runs in forwards, or None.
     user_code: str | None = None
-    #: The part of the model that `torch.compile` was applied to, or None.
-    compiled: str | None = None
     #: When steps are proved next, by method.
     proofs: dict[Verification, Distances] = field(default_factory=dict)
     #: Methods whose verdict was dropped once, and methods found wrong again, with the reason.
@@ -202,7 +200,7 @@ class Profiles:
             user_code: str | None = "code that cannot be inspected"
             with Attempt():
                 user_code = user_code_of(model, state.functions)
-            found = [Profile(state, user_code, compiled_part_of(model))]
+            found = [Profile(state, user_code)]
         if found != known[:1]:
             others = [other for other in known if other not in found]
             self._profiles = [*found, *others][:_MAX_PROFILES]

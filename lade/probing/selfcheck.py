@@ -1,6 +1,6 @@
 """The self-check: a verification method compared with standard decoding of a dozen tokens."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,12 +11,10 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
-from lade.compat import CACHE, Model, attention_of, device_of_inputs, dtype_of
+from lade.compat import CACHE, Model, attention_of, device_of_inputs
 from lade.compat.attempts import Attempt
 from lade.compat.closeness import distance, limit_of
 from lade.compat.view import apart
-from lade.config import Execution
 from lade.drafting.drafts import draft_of, narrowed
 from lade.errors import UnsupportedModelError
 from lade.machine.generators import are_random_states, put_back, random_states
@@ -27,6 +25,7 @@ from lade.probing.state import check_tokens
 from lade.probing.user_code import is_patched, is_users
 from lade.targets.base import Target
 from lade.targets.layout import takes_parts
+from lade.targets.parts import TREE_SDPA
 from lade.targets.trees import MASK_IS_ADDED
 from lade.tree import Tree, starts
 from ngram_pool import Draft
@@ -39,11 +38,16 @@ _DRAFTING_LIMIT = 1.0
 _NUM_RUNS = 3  # runs that must all change the random state: other threads may draw, too
 
 
+class NoVerdictError(Exception):
+    """A check came to no verdict; a later one may."""
+
+
 def check(model: Model, profile: Profile, key: CheckKey) -> CheckResult:
     """Compare one verification method with standard decoding; any failure becomes the reason.
 
     Raises:
         torch.OutOfMemoryError: the check had too little memory for a verdict.
+        NoVerdictError: logits are alike whatever was run, until weights change.
     """
     verification, reason = key.verification, None
     if not key.is_drafting and (why := reason_of_layers(model, profile)) is not None:
@@ -54,12 +58,12 @@ def check(model: Model, profile: Profile, key: CheckKey) -> CheckResult:
         return CheckResult("its tokens see later tokens unless a mask hides them")
     attentions: list[str | None] = [None]
     if verification == "tree":
-        attentions = _attentions_for(model, key.execution, key.is_padded)
+        attentions = _attentions_for(model)
     limit = _DRAFTING_LIMIT if key.is_drafting else limit_of(model)
     try:
         for attention in attentions:
             chosen = VerificationPlan(verification, attention, {}, key.execution)
-            found = _Check(model, profile, chosen, key.cache, key.is_padded).reason(limit)
+            found = _Check(model, profile, chosen, key).reason(limit)
             if found is None:
                 return CheckResult(None, attention)
             reason = reason or found
@@ -80,27 +84,18 @@ def reason_of_layers(model: Model, profile: Profile) -> str | None:
     return None  # the check will report the failure
 
 
-def _attentions_for(model: Model, execution: Execution, has_rows: bool = False) -> list[str | None]:
+def _attentions_for(model: Model) -> list[str | None]:
     """Return attention implementations to try for trees, best first; None is the model's own."""
     of_model = attention_of(model)
     takes_no_mask = of_model is not None and of_model not in MASK_IS_ADDED
     if takes_no_mask and is_users(ALL_ATTENTION_FUNCTIONS.get(of_model)):
         return [None, "sdpa", "eager"]  # only the user's attention may do what it does
     others: list[str | None] = ["sdpa", "eager"] if takes_no_mask else [None]
-    device = device_of_inputs(model)
-    is_fit = device.type == "cpu" or _can_pack(device, dtype_of(model))
-    if not is_fit or (of_model != "sdpa" and not takes_no_mask):
+    may_exchange = of_model == "sdpa" or takes_no_mask
+    # The others call a function that the user has replaced as standard decoding does.
+    if not may_exchange or is_patched("scaled_dot_product_attention"):
         return others
-    if is_patched("scaled_dot_product_attention"):
-        return others  # these call the replaced function, as standard decoding does
-    return [*[PACKED_ROWS] * (has_rows and execution == "eager"), PACKED_SDPA, *others]
-
-
-def _can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch has the kernel of packed attention for a device and dtype."""
-    if device.type != "cuda":
-        return False
-    return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= (8, 0)
+    return [TREE_SDPA, *others]
 
 
 def why_not_continued(model: Model, profile: Profile) -> str | None:
@@ -195,8 +190,7 @@ class _Check(NamedTuple):
     model: Model
     profile: Profile
     chosen: VerificationPlan
-    cache: CacheKind
-    is_padded: bool
+    key: CheckKey
 
     def reason(self, limit: float) -> str | None:
         """Return why the method is not exact to a limit, or None.
@@ -206,7 +200,8 @@ class _Check(NamedTuple):
             torch.OutOfMemoryError: the check had too little memory for a verdict.
         """
         model = self.model
-        with Attempt(UnsupportedModelError) as attempt, unchanged_random_state(model, self.profile):
+        passing = (UnsupportedModelError, NoVerdictError)
+        with Attempt(*passing) as attempt, unchanged_random_state(model, self.profile):
             error = self.error()
         if attempt.failure is not None:
             return f"its forward fails ({attempt.failure})"
@@ -221,7 +216,7 @@ class _Check(NamedTuple):
     def plain(self) -> "Plain":
         """Return standard decoding of the check's prompts; several if rows may run as one."""
         chosen, masks = self.chosen, None
-        if self.is_padded:
+        if self.key.is_padded:
             # The mask comes after the first token: a query that sees no key, as in left padding, is
             # NaN in eager attention in float64, also in `generate`.
             masks = [[1, 0, 0, *[1] * (_PROMPT_LENGTH - 3)]]
@@ -229,7 +224,8 @@ class _Check(NamedTuple):
                 self.model, self.profile.layout_of(self.model), chosen.attention
             ):
                 masks.insert(0, [1] * _PROMPT_LENGTH)
-        return Plain(self.model, check_tokens(self.model)[:_PROMPT_LENGTH], masks, self.cache)
+        prompt = check_tokens(self.model)[:_PROMPT_LENGTH]
+        return Plain(self.model, prompt, masks, self.key.cache)
 
     @torch.no_grad()
     def error(self) -> float:
@@ -268,8 +264,10 @@ class _Check(NamedTuple):
         """Return the logits after every path of every row, each float64 [vocab_size]."""
         logits: dict[tuple[int, _Path], Tensor] = {}
         texts: list[_Path] = [()] * plain.num_rows
-
-        def run(target: Target) -> None:
+        num_new = len(check_tokens(self.model))
+        target = plain.target(plain.model, self.chosen, num_new, self.profile)
+        try:
+            target.prefill()
             for number, step in enumerate(steps):
                 trees, kept = [Tree.build(step.root, step.draft)], [step.kept]
                 for _ in texts[1:]:  # trees of different sizes, and texts from then on
@@ -285,8 +283,8 @@ class _Check(NamedTuple):
                         logits[row, path] = of_nodes[start + node]
                     texts[row] += tuple(tree.token_ids[node] for node in kept[row])
                 target.commit(kept)
-
-        plain.run_target(self.profile, self.chosen, len(check_tokens(self.model)), run)
+        finally:
+            target.close()
         return logits
 
 
@@ -294,6 +292,10 @@ def _difference(
     mine: dict[tuple[int, _Path], Tensor], theirs: dict[tuple[int, _Path], Tensor]
 ) -> float:
     reference = torch.stack([theirs[key] for key in mine])
+    if bool((reference.nan_to_num() == reference[:, :1].nan_to_num()).all(-1).any()):
+        raise NoVerdictError(
+            "its logits are no numbers, or all equal, and no check can compare them"
+        )
     return distance(torch.stack([*mine.values()]), reference)
 
 
@@ -342,30 +344,21 @@ class Plain:
             **options,
         )
 
-    def run_target(
-        self,
-        profile: Profile,
-        chosen: VerificationPlan,
-        max_new_tokens: int,
-        use: Callable[[Target], None],
-    ) -> None:
-        """Prefill a target by a verification method, and call a function with it."""
+    def target(
+        self, model: Model, chosen: VerificationPlan, num_new: int, profile: Profile | None = None
+    ) -> Target:
+        """Return a target for the prompts, not yet run, by the arguments `generate` prepares."""
+        made: list[Target] = []
 
-        def run(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
+        def make(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
             for unwanted in ("logits_processor", "stopping_criteria"):
                 prepared.pop(unwanted, None)
-            target = make_target(
-                *(self.model, input_ids, prepared, chosen, max_new_tokens),
-                *(generation_config, profile),
-            )
-            try:
-                target.prefill()
-                use(target)
-            finally:
-                target.close()
+            given = model, input_ids, prepared, chosen, num_new, generation_config, profile
+            made.append(make_target(*given))
             return input_ids
 
-        self.generate(custom_generate=run)
+        self.generate(num_new=num_new, custom_generate=make)
+        return made[0]
 
     def logits_at(
         self, wanted: Collection[tuple[int, _Path]], together: bool

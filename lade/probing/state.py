@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
 
-from lade.compat import Model, attention_of, compiled_part_of, device_of_inputs, does_nothing
+from lade.compat import Model, attention_of, compiled_part_of, device_of_inputs, hooks_of
 from lade.compat.attempts import Attempt
 from lade.compat.view import BEFORE, apart
 from lade.probing.user_code import (
@@ -55,6 +55,7 @@ class ModelState:
 
     Attributes:
         functions: the methods of the model's classes, and the functions of their files.
+        compiled: the part of the model that `torch.compile` was applied to, or None.
         settings: the attributes that forwards read; None until a forward was watched.
         autocast: the dtype of an autocast that the forward itself enters, as trainers have it do.
     """
@@ -68,7 +69,7 @@ class ModelState:
         self._configs = _Values((each, vars(each).keys()) for each in _configs_of(model))
         self._files = _files_values(classes)
         self._hooks = _hooks_in(self._modules.now())
-        self._compiled = compiled_part_of(model)
+        self.compiled = compiled_part_of(model)
         self.settings: ReadAttributes | None = None
         self.autocast: torch.dtype | None = None
 
@@ -112,7 +113,7 @@ class ModelState:
 
     def _is_nearly_same(self, model: Model) -> bool:
         """Return whether no attribute was added or removed, before forwards were watched."""
-        return self._modules.have_as_many() and self._compiled == compiled_part_of(model)
+        return self._modules.have_as_many() and self.compiled == compiled_part_of(model)
 
 
 class _Modules:
@@ -383,10 +384,9 @@ def _hooks_in(modules: list[Any]) -> list[tuple[int, Any]]:
     """Return the code of all hooks that may do something, with their modules' numbers."""
     return [
         (number, _code_of(hook))
-        for number, (hooks, pre_hooks) in enumerate(map(_of_hooks, modules))
-        if hooks or pre_hooks
-        for hook in (*hooks.values(), *pre_hooks.values())
-        if not does_nothing(hook)
+        for number, held in enumerate(map(_of_hooks, modules))
+        if any(held)
+        for hook in hooks_of(modules[number])
     ]
 
 

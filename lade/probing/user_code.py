@@ -41,7 +41,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-from lade.compat import Model, attention_of, does_nothing, experts_of
+from lade.compat import Model, attention_of, experts_of, hooks_of
 from lade.compat.view import wraps_own_forward
 
 # Packages whose code belongs in every forward, code that comes with checkpoints included.
@@ -244,12 +244,6 @@ def _is_user_method(model: Model, name: str) -> bool:
 def is_patched(name: str) -> bool:
     """Return whether a function of `torch.nn.functional` was replaced."""
     return any(slot[:2] == (functional, name) for slot in _REPLACED.exchanged())
-
-
-def hooks_of(module: nn.Module) -> list[Any]:
-    """Return the hooks of a module's forward that may do something."""
-    hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
-    return [hook for hook in hooks if not does_nothing(hook)]
 
 
 def hooks_of_all() -> list[Any]:

@@ -28,15 +28,11 @@ class Target(ABC):
     verification: Verification = "tree"  # the method by which it verifies drafts
     execution: Execution = "eager"
     why_eager: str | None = None  # why steps are not compiled that were to be
+    is_fast: bool = False  # whether forwards may run by lade's kernels
 
     _model_kwargs: dict[str, Any]  # what `generate` prepared for the prompts
     _engine_call: EngineCall | None = None  # runs its forwards together with other calls
     _is_untimed = False  # whether the last forward also ran other calls, or a compiler
-
-    @property
-    def is_fast(self) -> bool:
-        """Whether forwards may run by lade's kernels."""
-        return False
 
     @property
     def extra_sec(self) -> float:

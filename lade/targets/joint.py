@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from lade.attention.packed import Calls, with_calls, with_held
 from lade.budget.seconds import Seconds
 from lade.compat import CACHE, Model, drops_tokens
 from lade.compat.attempts import Attempt
 from lade.machine.transfer import integers_on
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES
 from lade.targets.kv_cache import TreeCache
+from lade.targets.parts import Calls, with_calls, with_held
 
 
 @dataclass(eq=False)
@@ -71,13 +71,11 @@ class JointForwards:
 
     Attributes:
         why_not: why forwards of the model no longer run together; None if they do.
-        num_run: number of forwards of several calls.
         marginal_cost: tokens that a draft token must add to pay for all calls together.
     """
 
     def __init__(self) -> None:
         self.why_not: str | None = None
-        self.num_run = 0
         self.marginal_cost: float | None = None
         self._failure: str | None = None  # of the last forward of several calls
         self._costs = Seconds()
@@ -95,7 +93,6 @@ class JointForwards:
     def _run(self, parts: Sequence[Part]) -> list[Any]:
         if len(parts) == 1 or self.why_not is not None:
             return [_run_alone(part) for part in parts]
-        self.num_run += 1
         together: list[Any] = []
         # Without memory for all, there may be enough for one after the other. Any other
         # `BaseException`, such as an exit, comes from one call, which raises it again alone.

@@ -109,11 +109,6 @@ class Store:
         larger[:, :, :, :num_slots] = self.buffer
         self.buffer = larger
 
-    def shrink(self, num_slots: int) -> None:
-        """Replace the memory by memory for `num_slots` slots if it is larger; drop the contents."""
-        if self.buffer.shape[3] > num_slots:
-            self.buffer = self._allocated(self.buffer, num_slots, num_slots)
-
     def _allocated(self, like: Tensor, least: int, num_slots: int) -> Tensor:
         """Return memory for `num_slots` slots, or for `least` if there is not enough."""
         shape = list(like.shape)
@@ -180,11 +175,8 @@ class Group:
         num_slots, stop = self.first_slot(oldest) - self.offset, length - self.offset
         if num_slots < self._slack:
             return
-        for store in self.stores:  # the other slots of every layer move up
-            left = store.buffer[:, :, :, num_slots:stop].clone()
-            if self.is_convolved:
-                store.shrink(self._max_slots)
-            store.buffer[:, :, :, : stop - num_slots] = left
+        for store in self.stores:
+            store.keep_end(num_slots, stop)
         self.offset += num_slots
 
 
@@ -569,7 +561,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         }
         self._state = CacheState()
         # The memory addresses, and what `slot_addresses` found there last.
-        self._found: tuple[tuple[int, ...], NDArray[np.int64]] | None = None
+        self._found: tuple[list[int], NDArray[np.int64]] | None = None
         #: The layers that keep tokens.
         self.held: list[TreeCacheLayer] = []
         layers: list[Any] = []
@@ -584,7 +576,6 @@ class TreeCache(Cache):  # type: ignore[misc]
         groups = [*self._groups.values()]
         self._group_of = [groups.index(layer._group) for layer in self.held]  # its number
         self._recurrent = [layer for layer in self.held if isinstance(layer, RecurrentLayer)]
-        self._are_recurrent = np.array([layer in self._recurrent for layer in self.held], bool)
         super().__init__(layers=layers)
 
     @property
@@ -592,29 +583,11 @@ class TreeCache(Cache):  # type: ignore[misc]
         """Committed slots."""
         return self._state.length
 
-    @property
-    def _stores(self) -> list[Store]:
-        return [store for group in self._groups.values() for store in group.stores]
-
-    @property
-    def _addresses(self) -> tuple[int, ...]:
-        return tuple([store.buffer.data_ptr() for store in self._stores])
-
     def first_slot(self, window: int | None) -> int:
         """Return the first slot held by layers with this window."""
         if window is None:
             return 0
         return next((layer.offset for layer in self.held if layer._group.window == window), 0)
-
-    def _reserve(self, num_new: int) -> None:
-        """Reserve `num_new` more slots.
-
-        Raises:
-            torch.OutOfMemoryError: there is not enough memory.
-        """
-        for window, group in self._groups.items():
-            for store in group.stores:
-                store.reserve(self.length + num_new - self.first_slot(window))
 
     def slot_addresses(
         self, num_new: int, states: Sequence[tuple[Any, ...]]
@@ -633,17 +606,24 @@ class TreeCache(Cache):  # type: ignore[misc]
             address of a recurrent state, the first slot that it lacks, the slot up to which a job
             must bring it, and the address for the new state. None if keys and values do not lie in
             one store of such heads. Tokens written there count once `count` has been called.
+
+        Raises:
+            torch.OutOfMemoryError: there is not enough memory.
         """
-        is_new = any("values" not in layer._claims for layer in self._recurrent)
-        if is_new or False in [layer.is_initialized for layer in self.held]:
+        if self._found is None:
             for layer, of_token in zip(self.held, states, strict=True):
-                layer.lazy_initialization(*of_token)
+                if not layer._claims.keys() >= {*layer.stored}:
+                    layer.lazy_initialization(*of_token)
         num_pending = self.held[0].num_pending
         if {layer.num_pending for layer in self.held} != {num_pending}:
             return None
-        stop = self.length + num_new + num_pending
-        self._reserve(num_new + num_pending)
-        held_at = self._addresses
+        stop = self._state.length + num_new + num_pending
+        num_keys, held_at = list[int](), list[int]()
+        for window, group in self._groups.items():
+            num_keys.append(stop - self.first_slot(window))
+            for store in group.stores:
+                store.reserve(num_keys[-1])
+                held_at.append(store.buffer.data_ptr())
         if self._found is None or self._found[0] != held_at:
             found = np.zeros((len(self.held), 4), np.int64)
             for row, layer, of_token in zip(found, self.held, states, strict=True):
@@ -656,28 +636,25 @@ class TreeCache(Cache):  # type: ignore[misc]
             self._found = held_at, found
         addresses = np.zeros((len(self.held), 9), np.int64)
         addresses[:, :4] = self._found[1]
-        num_keys = np.array([stop - self.first_slot(window) for window in self._groups])
-        addresses[:, 4] = num_keys[self._group_of]
-        found_states = [layer.addresses(stop) for layer in self._recurrent]
-        of_states = [each for each in found_states if each is not None]
-        if len(of_states) < len(found_states):
-            return None
-        if of_states:
-            addresses[self._are_recurrent, 5:] = of_states
+        addresses[:, 4] = np.array(num_keys)[self._group_of]
+        for recurrent in self._recurrent:
+            if (of_state := recurrent.addresses(stop)) is None:
+                return None
+            addresses[self.held.index(recurrent), 5:] = of_state
         return addresses
 
     def count(self, num_new: int) -> None:
         """Count tokens as pending whose keys and values were written at `slot_addresses`."""
-        before = {window: self.first_slot(window) for window in self._groups}
+        length = self._state.length + self.held[0].num_pending
         for layer in self.held:
             layer.num_pending += num_new
-        stop = self.length + self.held[0].num_pending
         for recurrent in self._recurrent:
-            recurrent.count(stop)
-        for window, offset in before.items():  # windows keep only the end of a long prompt
-            if (first := self.first_slot(window)) > offset:
-                for store in self._groups[window].stores:
-                    store.keep_end(first - offset, stop - offset)
+            recurrent.count(length + num_new)
+        for group in self._groups.values() if self._state.is_prefilling else ():
+            offset, first = group.first_slot(length), group.first_slot(length + num_new)
+            if first > offset and not group.is_convolved:
+                for store in group.stores:  # windows keep only the end of a long prompt
+                    store.keep_end(first - offset, length + num_new - offset)
 
     @property
     def has_nan_in_windows(self) -> bool:
@@ -699,10 +676,8 @@ class TreeCache(Cache):  # type: ignore[misc]
         """Keep the slots of a path, in order; drop the other slots since the last commit.
 
         Args:
-            path: ascending node indices, counted from the committed slots.
+            path: ascending node indices, counted from the committed slots; see `can_keep`.
         """
-        if not self.can_keep(len(path)):
-            raise ValueError(f"{len(path)} of the last tokens cannot be kept without the others")
         length, in_place = self._state.length, 0
         while in_place < len(path) and path[in_place] == in_place:
             in_place += 1
@@ -758,9 +733,6 @@ class TreeCache(Cache):  # type: ignore[misc]
         for group in self._groups.values():
             if group.window is not None and (group.is_convolved or not self._state.is_prefilling):
                 group.trim(length, oldest)
-        self._forget_pending()
-
-    def _forget_pending(self) -> None:
         for layer in self.held:
             layer.num_pending = layer.num_indexed = 0
 

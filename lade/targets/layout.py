@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from lade.attention.masks import FULL, AttentionSpan
-from lade.attention.packed import PACKED_ROWS
 from lade.budget.budget import MAX_DRAFT_TOKENS
 from lade.compat import Model
 from lade.errors import UnsupportedModelError
 from lade.targets.kv_cache import Kind, LayerKind, kind_of
+from lade.targets.masks import FULL, AttentionSpan
+from lade.targets.parts import TREE_SDPA
 
 # By layer type, the limit of a layer's attention span.
 _SPANS = {
@@ -95,7 +95,7 @@ def takes_parts(model: Model, layout: TreeLayout, attention: str | None) -> bool
     chooses |= any(kind.kind == "indexed" for kind in layout.kinds)
     chooses |= layout.max_candidates is not None  # a convolution would see other rows
     has_own_angles = rope_of(config) is not None
-    return attention == PACKED_ROWS and not (is_scaled or chooses or has_own_angles)
+    return attention == TREE_SDPA and not (is_scaled or chooses or has_own_angles)
 
 
 def _spans(config: Any, layers: Sequence[Any]) -> dict[str, AttentionSpan]:

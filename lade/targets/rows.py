@@ -110,17 +110,12 @@ class RowsTarget(Target):
         self._num_later, self._is_plain = 0, False
         first = targets[0]
         self.device, self.vocab_size = first.device, first.vocab_size
-        self.max_candidates = first.max_candidates
+        self.max_candidates, self.is_fast = first.max_candidates, first.is_fast
         self._all = self._rows = [*targets]
         keys = [row.key for row in rows]
         self._originals = [keys.index(key) for key in keys]
         self._num_prompt = [row.input_ids.shape[1] for row in rows]
         self._starts = [prompts.input_ids.shape[1] - num for num in self._num_prompt]  # padding
-
-    @property
-    def is_fast(self) -> bool:
-        """Whether forwards may run by lade's kernels."""
-        return self._all[0].is_fast
 
     def prefill(self, *, is_plain: bool = False) -> Tensor:
         """Run the distinct prompts, and copy their caches to equal ones; return last logits."""
@@ -305,21 +300,6 @@ class RowsTarget(Target):
                 layers[0].cumulative_length = max(each.cumulative_length for each in layers)
         vars(cache).update(vars(of_rows[0]))
         return cache
-
-    def close(self) -> None:
-        """Close the target of each row."""
-        for target in self._all:
-            target.close()
-
-    def undo(self) -> None:
-        """Undo what was written to the caller's cache."""
-        for target in self._all:
-            target.undo()
-
-    def release(self) -> None:
-        """Leave reusable memory to later calls."""
-        for target in self._all:
-            target.release()
 
 
 def _cache_of(shared: Any, row: int, start: int) -> Any:

@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers import GenerationConfig
 
-from lade.attention.masks import FULL, TreeSlots
-from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.compat import CACHE, Model, attention_of, dtype_of, prefill, prepares_as_usual
 from lade.compat.view import (
     FastViews,
@@ -29,19 +27,15 @@ from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, is_text_alone, num_slo
 from lade.targets.joint import Part
 from lade.targets.kv_cache import LayerKind, TreeCache, kind_of
 from lade.targets.layout import MAX_OVERHANG, TreeLayout, takes_parts
+from lade.targets.masks import tree_mask
+from lade.targets.parts import TREE_SDPA
 from lade.targets.recorded import Recorded
 from lade.targets.rollback import cache_in
 from lade.tree import Tree, TreeTensors
 
 # Attention implementations that honour a dense 4D mask, and whether the mask is additive. (Flex
 # attention would do so, too, but recompiles for every tree size.)
-MASK_IS_ADDED = {
-    "sdpa": False,
-    PACKED_SDPA: False,
-    PACKED_ROWS: False,
-    "eager": True,
-}
-
+MASK_IS_ADDED = {"sdpa": False, TREE_SDPA: False, "eager": True}
 
 # Attention implementations that limit keys to the window themselves, whatever the cache holds.
 _KNOW_WINDOWS = {*MASK_IS_ADDED, "flash_attention_2", "flash_attention_3", "flash_attention_4"}
@@ -100,21 +94,17 @@ class TreeTarget(Target):
             self.cache.take_over(past)
         self._model_kwargs = {**model_kwargs, CACHE: self.cache}
         mask = model_kwargs.get("attention_mask")
-        self._padding: Tensor | None = None
-        self._num_padding: Tensor | None = None  # in front; chunks begin after it
-        self._is_padded = mask is not None and not bool(mask.all())
-        if mask is not None:
-            self._padding = mask.bool().to(self.device)
-            self._num_padding = (self._padding.cumsum(dim=-1) == 0).sum(dim=-1)
-        self._fast_views = fast_views
+        #: Which tokens of the prompt are no padding, bool [1, num_tokens]; None if all.
+        self.padding: Tensor | None = None
+        if mask is not None and not bool(mask.all()):
+            self.padding = mask.bool().to(self.device)
+        self._fast_views, self.is_fast = fast_views, fast_views is not None
         #: Whether its forwards may run together with other calls.
-        self.may_join = takes_parts(model, layout, attention) and not self._is_padded
+        self.may_join = takes_parts(model, layout, attention) and self.padding is None
         self._num_committed = 1.0  # recent mean of tokens per step
         # A user's attention is assumed to take masks as torch's does; the check compares them.
         is_added = MASK_IS_ADDED.get(attention or attention_of(model) or "eager", False)
         self._additive_dtype = dtype_of(model) if is_added else None
-        # The common case, whose mask takes a tenth of the time to make.
-        self._sees_all = {*self._spans.values()} == {FULL} and not is_added
         limits = (span.num_slots for span in self._spans.values())
         self._least_span = min((each for each in limits if each is not None), default=math.inf)
 
@@ -122,14 +112,10 @@ class TreeTarget(Target):
         devices = set((getattr(self._model, "hf_device_map", None) or {}).values())
         return TreeCache(kinds, num_slots, max_slots, share=len(devices) <= 1)
 
-    @property
-    def is_fast(self) -> bool:
-        """Whether forwards may run by lade's kernels."""
-        return self._fast_views is not None
-
     def record(self, options: Mapping[str, Any]) -> Callable[[int], Any]:
         """Have forwards return more than logits, by torch; return what takes it of the text."""
-        if self._prompt_positions() is None or self._is_padded or self.cache.get_seq_length():
+        is_text = self.padding is None and self._prompt_positions() is not None
+        if not is_text or self.cache.get_seq_length():
             return super().record(options)
         held = getattr(self._model.config, "dtype", None)
         if held in (torch.bfloat16, torch.float16) and dtype_of(self._model) is torch.float32:
@@ -139,22 +125,21 @@ class TreeTarget(Target):
             )
         # Transformers hooks the modules whose outputs it collects.
         self._model, self._fast_views, self._engine_call = apart(self._model), None, None
-        self._recorded, self.may_join = Recorded(options), False
+        self._recorded, self.may_join, self.is_fast = Recorded(options), False, False
         return self._recorded.take
 
     def prefill(self, *, is_plain: bool = False) -> Tensor:
         """Run the prompt as `generate` does, or in the forwards of other calls."""
+        positions = None if is_plain and self._recorded is None else self._prompt_positions()
         logits = None
-        if self._recorded is not None:
-            positions, num_tokens = self._prompt_positions(), self._input_ids.shape[1]
-            assert positions is not None
-            part = self._prompt_part(positions, 0, num_tokens)
+        if positions is not None and self._engine_call is not None:
+            logits = self._in_chunks(self._engine_call, positions)
+        if logits is None and positions is not None and self._runs_by_masks:
+            start, num_tokens = self.cache.get_seq_length(), self._input_ids.shape[1]
+            part = self._prompt_part(positions, start, num_tokens - start)
             logits = self._run(part.view, {**part.inputs, LOGITS_KEPT: 1})
-            self._recorded.commit(0, range(num_tokens))
-        elif self._engine_call is not None and not is_plain:
-            logits = self._in_chunks(self._engine_call)
-        if logits is None and not is_plain:
-            logits = self._by_masks()
+            if self._recorded is not None:
+                self._recorded.commit(0, range(num_tokens))
         if logits is None:
             model, fast_views = self._model, self._fast_views
             # The whole length decides, so that a kept prefix makes no difference.
@@ -176,7 +161,7 @@ class TreeTarget(Target):
     def begin(self, num_later: int = 0) -> None:
         """Commit the prompt, and tokens after it, and set up for steps after these."""
         self.cache.keep_all()
-        if self._padding is not None and self.cache.has_nan_in_windows:
+        if self.padding is not None and self.cache.has_nan_in_windows:
             # Even masked, a NaN spreads, and the memory holds more padding than a window shows.
             raise UnsupportedModelError("the keys and values of padding are no numbers (NaN)")
         self._num_prefilled = num_cached = self.cache.length - num_later
@@ -189,15 +174,14 @@ class TreeTarget(Target):
         self._plain_view = with_decoding_experts(self._model)
         self._learn_habits(last)
 
-    def _in_chunks(self, call: EngineCall) -> Tensor | None:
+    def _in_chunks(self, call: EngineCall, positions: Tensor) -> Tensor | None:
         """Run a prompt in prefill chunks, together with other calls or between their steps.
 
-        Returns None if the prompt cannot be split, as with images, or is short and no call waits.
+        Returns None if the prompt is short and no call waits.
         """
-        num_tokens, positions = self._input_ids.shape[1], self._prompt_positions()
-        start, logits = self.cache.get_seq_length(), None
-        is_short = num_tokens - start <= call.prefill_chunk and not call.has_batch_mates
-        if positions is None or is_short:
+        num_tokens, start = self._input_ids.shape[1], self.cache.get_seq_length()
+        logits = None
+        if num_tokens - start <= call.prefill_chunk and not call.has_batch_mates:
             return None
         while start < num_tokens:
             num = call.reserve(num_tokens - start)
@@ -207,31 +191,26 @@ class TreeTarget(Target):
             start += num
         return logits
 
-    def _by_masks(self) -> Tensor | None:
-        """Run a prompt with padding, or longer than a window, as its later tokens will run.
+    @property
+    def _runs_by_masks(self) -> bool:
+        """Whether a prompt runs as its later tokens will.
 
-        Return None for other prompts, and where torch is to run them: without packed weights.
+        That is one whose states are recorded; and one with padding, or longer than a window, unless
+        torch is to run it: without packed weights.
         """
         num_tokens, fast_views = self._input_ids.shape[1], self._fast_views
-        sees_all = num_tokens <= self._least_span
-        if fast_views is None or (sees_all and not self._is_padded):
-            return None
-        if not fast_views.is_packed:
-            return None
-        positions, start = self._prompt_positions(), self.cache.get_seq_length()
-        if positions is None or not fast_views.pays(num_tokens):
-            return None
-        if self._is_padded and self.max_candidates is not None:
-            return None  # a model leaves padding out of its convolutions, a job does not
-        part = self._prompt_part(positions, start, num_tokens - start)
-        logits: Tensor = part.view(**part.inputs, **{LOGITS_KEPT: 1}).logits
-        return logits
+        if fast_views is None or not fast_views.is_packed:
+            return self._recorded is not None
+        if self.padding is not None and self.max_candidates is not None:
+            return False  # a model leaves padding out of its convolutions, a job does not
+        is_masked = self.padding is not None or num_tokens > self._least_span
+        return is_masked and fast_views.pays(num_tokens)
 
     def _prompt_positions(self) -> Tensor | None:
         """Return the positions of a prompt that may run as parts of forwards; None for others."""
         num_tokens = self._input_ids.shape[1]
         positions = self._model_kwargs.get("position_ids")
-        if positions is None and self._is_padded:
+        if positions is None and self.padding is not None:
             return None
         if positions is None:
             positions = torch.arange(num_tokens, dtype=torch.int64, device=self.device)[None]
@@ -252,17 +231,20 @@ class TreeTarget(Target):
         """Return a prefill chunk of `num` tokens as a part of a forward."""
         nodes, mask = slice(start, start + num), None  # causal
         token_ids = self._input_ids[:, nodes]
-        if start or self._is_padded or not self._is_uniform:
+        if start or self.padding is not None or not self._is_uniform:
             seen = torch.ones((1, num, num), dtype=torch.bool, device=self.device).tril()
-            if self._padding is not None:  # which sees itself, as numbers must come of it
+            if self.padding is not None:  # which sees itself, as numbers must come of it
                 own = torch.eye(num, dtype=torch.bool, device=self.device)
-                seen &= self._padding[:, None, nodes] | own
+                seen &= self.padding[:, None, nodes] | own
             steps = torch.arange(num, dtype=torch.int64, device=self.device)[None]
             mask = self._mask(TreeTensors(token_ids, steps, seen), start)
         inputs = {
             "input_ids": token_ids,
             "position_ids": positions[:, nodes],
-            **self._of_forward(mask),
+            "attention_mask": mask,
+            CACHE: self.cache,
+            "use_cache": True,
+            "return_dict": True,
         }
         part = self._as_part(self._view, inputs, is_prompt=True)
         if not self._is_uniform:
@@ -272,7 +254,7 @@ class TreeTarget(Target):
     def prompt(self) -> Part | None:
         """Return the whole prompt as a part of a forward; None if it must run alone."""
         positions = self._prompt_positions()
-        if positions is None or self._padding is not None or self.cache.get_seq_length():
+        if positions is None or self.padding is not None or self.cache.get_seq_length():
             return None
         return self._prompt_part(positions, 0, self._input_ids.shape[1])
 
@@ -280,11 +262,6 @@ class TreeTarget(Target):
         """Copy the cache of another target that has run an equal prompt."""
         self.cache.take_over(other.cache)
         self.begin()
-
-    @property
-    def padding(self) -> Tensor | None:
-        """Which tokens of the prompt are no padding, bool [1, num_tokens]; None if all."""
-        return self._padding
 
     def next_position(self) -> Tensor:
         """Return the position of the next token, int64 [1, 1]."""
@@ -296,18 +273,19 @@ class TreeTarget(Target):
 
     def _inputs_of(self, tree: TreeTensors, num_slots: int = 0) -> dict[str, Any]:
         """Return the arguments for a tree; layers show `num_slots` slots, or those in use."""
-        cached = self.cache.length
-        return {
+        inputs = {
             "input_ids": tree.token_ids,
             "position_ids": tree.depths + self.next_position(),
-            **self._token_types(tree),
-            **self._of_forward(self._mask(tree, cached, num_slots)),
+            "attention_mask": self._mask(tree, self.cache.length, num_slots),
+            CACHE: self.cache,
+            "use_cache": True,
+            "return_dict": True,
         }
-
-    def _of_forward(self, mask: Any) -> dict[str, Any]:
-        """Return the arguments of a forward that have no entry per token."""
-        others = {"use_cache": True, "return_dict": True}
-        return {"attention_mask": mask, CACHE: self.cache, **others}
+        for name in TOKEN_TYPES:  # those of text, if the prompt has any
+            if (of_prompt := self._model_kwargs.get(name)) is not None:
+                last = of_prompt[:, -1:] if name == "token_type_ids" else 0
+                inputs[name] = torch.zeros_like(tree.token_ids) + last
+        return inputs
 
     def forward(self, inputs: Any) -> Tensor:
         """Run the model on the inputs, together with other calls if there are any."""
@@ -348,7 +326,7 @@ class TreeTarget(Target):
         `commit` takes a path of the whole tree.
         """
         inputs = self.inputs([tree])
-        logits = self.forward(_without_run(inputs, num_run))
+        logits = self.forward(_nodes_of(inputs, num_run, len(tree)))
         self._last_inputs = inputs
         return logits
 
@@ -382,7 +360,7 @@ class TreeTarget(Target):
             self._recorded.commit(self.cache.length, paths[0])
         if not self.cache.can_keep(len(paths[0])):  # torch ran a chain, and added it to a state
             self.cache.keep([])
-            self.forward(_first(self._last_inputs, len(paths[0])))
+            self.forward(_nodes_of(self._last_inputs, 0, len(paths[0])))
         self.cache.keep(paths[0])
 
     def hand_over(self, cache: Any) -> Any:
@@ -433,64 +411,33 @@ class TreeTarget(Target):
         prepared: dict[str, Any] = prepare(ids, next_sequence_length=1, **given)
         return prepared
 
-    def _token_types(self, tree: TreeTensors) -> dict[str, Tensor]:
-        """Return the token types of a tree, those of text; empty if the prompt has none."""
-        types = {}
-        for name in TOKEN_TYPES:
-            of_prompt = self._model_kwargs.get(name)
-            if of_prompt is not None:
-                last = of_prompt[:, -1:] if name == "token_type_ids" else 0
-                types[name] = torch.zeros_like(tree.token_ids) + last
-        return types
-
     def _mask(
         self, tree: TreeTensors, cached: int, num_slots: int = 0
     ) -> Tensor | dict[str, Tensor] | None:
         width = tree.token_ids.shape[1]
-        if not num_slots and width == 1 and self._padding is None and cached < self._least_span:
+        if not num_slots and width == 1 and self.padding is None and cached < self._least_span:
             return None  # as in `generate` for one token
-        num_slots = num_slots or cached + width
-        if self._padding is None and self._sees_all:
-            shape = (1, 1, width, num_slots)
-            mask = torch.ones(shape, dtype=torch.bool, device=self.device)
-            mask[..., cached : cached + width] = tree.ancestors
-            if num_slots > cached + width:
-                mask[..., cached + width :] = False
-            return mask
-        visible = torch.arange(num_slots, dtype=torch.int64, device=self.device)[None] < cached
-        if self._padding is not None:
-            shared = min(num_slots, self._padding.shape[1])
-            visible[:, :shared] &= self._padding[:, :shared]
-        num_cached = integers_on(self.device, [cached])
-        seen = TreeSlots(visible, num_cached, tree.ancestors, tree.depths, self._num_padding)
-        masks = {
-            span: seen.mask(span, self.cache.first_slot(span.num_slots), self._additive_dtype)
-            for span in {*self._spans.values()}
-        }
+        masks = {}
+        for span in {*self._spans.values()}:
+            given = num_slots or cached + width, span, self.padding, self._additive_dtype
+            held = tree_mask(tree, cached, *given)
+            masks[span] = held[..., self.cache.first_slot(span.num_slots) :]
         if len(masks) == 1:
             return next(iter(masks.values()))
         return {name: masks[span] for name, span in self._spans.items()}
 
 
-def _without_run(inputs: dict[str, Any], num_run: int) -> dict[str, Any]:
-    """Return the inputs of a tree's nodes from `num_run` on; masks still cover the others."""
-    if num_run == 0:
+def _nodes_of(inputs: dict[str, Any], first: int, stop: int) -> dict[str, Any]:
+    """Return the inputs of some nodes of a tree; masks cover those before them, too."""
+    num_dropped = inputs["input_ids"].shape[1] - stop
+    if first == num_dropped == 0:
         return inputs
     left = {**inputs}
     for name in {"input_ids", "position_ids", *TOKEN_TYPES} & inputs.keys():
-        left[name] = inputs[name][..., num_run:]
-    mask = tree_map(lambda of_type: of_type[..., num_run:, :], inputs["attention_mask"])
-    return {**left, "attention_mask": mask}
-
-
-def _first(inputs: dict[str, Any], num: int) -> dict[str, Any]:
-    """Return the inputs of a chain's first nodes."""
-    left, num_dropped = {**inputs}, inputs["input_ids"].shape[1] - num
-    for name in {"input_ids", "position_ids", *TOKEN_TYPES} & inputs.keys():
-        left[name] = inputs[name][..., :num]
+        left[name] = inputs[name][..., first:stop]
 
     def of_type(mask: Tensor) -> Tensor:
-        return mask[..., :num, : mask.shape[-1] - num_dropped]
+        return mask[..., first:stop, : mask.shape[-1] - num_dropped]
 
     return {**left, "attention_mask": tree_map(of_type, inputs["attention_mask"])}
 

@@ -53,7 +53,6 @@ _PROMPTS = (
     *("short", "one token", "longer than windows", "padded", "holes", "embeddings", "positions"),
     *("batch", "padded batch", "samples", "earlier turn"),
 )
-_OF_SEVERAL = ("batch", "padded batch", "samples")
 _OF_ONE = ("short", "one token", "longer than windows")
 _CHOICES = {
     "greedy": {"do_sample": "False"},

@@ -11,9 +11,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from lade.targets.joint import JointForwards
 from tests.about import about
 from tests.fuzz.run import deterministic, sessions, sessions_parser
 from tests.lade.batches import num_wrong
@@ -43,11 +46,18 @@ def run_session(seed: int, number: int) -> tuple[int, int, Counter[str]]:
             options["head_dim"] = rng.choice([8, 32])
         model = tiny_model(family, dtype=dtype, **options)
         size = rng.choice([2, 4, 8])
-        wrong, batcher = num_wrong(
-            model, PER_SESSION, rng.randrange(2**31), size, max_batch_tokens=max_tokens
-        )
+        run, num_joint = JointForwards._run, []
+
+        def counted(forwards: JointForwards, parts: Any) -> list[Any]:
+            num_joint.append(len(parts) > 1 and forwards.why_not is None)
+            return run(forwards, parts)
+
+        with patch.object(JointForwards, "_run", counted):
+            wrong, _ = num_wrong(
+                model, PER_SESSION, rng.randrange(2**31), size, max_batch_tokens=max_tokens
+            )
     of_session = Counter({family: PER_SESSION, str(dtype): PER_SESSION, f"at once {size}": 1})
-    of_session["joint forwards"] += batcher._forwards.num_run
+    of_session["joint forwards"] += sum(num_joint)
     of_session["sessions with little room"] += max_tokens is not None
     of_session["sessions with heads of 32"] += options.get("head_dim") == 32
     return number, wrong, of_session

@@ -25,9 +25,9 @@ _CHUNKS_AFTER_A_CACHE = "prefill_ids" in GenerationMixin._prefill.__code__.co_va
 NUM_MODELS = 3  # of each family and attention; each has its own sizes
 SHARE_OF_FAMILIES = 0.45  # of all cases; the others are of any architecture
 SHARE_OF_TINY_VOCABULARIES = 0.1  # of the families'
-# Of what happens before the call and during it; a copy of a model is checked anew, which takes long
-# for some architectures.
-SHARE_WITH_EVENTS = {"families": 0.42, "architectures": 0.06}
+# Of what happens to the model before; a copy of it is checked anew, which takes long for some
+# architectures.
+SHARE_WITH_EVENTS = {"families": 0.32, "architectures": 0.05}
 SHARE_OF_MODELS = 0.5  # of the drafters, those that are models
 SHARE_WITH_PREDICTIONS = 0.5
 SHARE_WITHOUT_LADE = 0.2  # of models of a file, whose own `generate` is held against one made whole
@@ -59,9 +59,6 @@ class Case:
     follow_up: str = ""  # plain, lade: who goes on from the cache that was returned
     events: tuple[str, ...] = ()  # on a copy of the model, before anything that is compared
     profile: dict[str, str] = field(default_factory=dict)  # fields of what lade knows of the model
-    # Calls of lade that are broken off before the compared one: where, at which call, by what.
-    interrupts: tuple[tuple[str, int, str], ...] = ()
-    threads: int = 0  # that make the call at once, each with its own prompt, after all else
 
     @property
     def drawn(self) -> list[str]:
@@ -89,8 +86,6 @@ class Case:
             f"event {re.sub('[^a-z ]|model|True|False', '', each).strip()}" for each in self.events
         ]
         names += [f"profile {name}" for name in self.profile]
-        names += [f"{error} in {place}" for place, _, error in self.interrupts]
-        names += [f"threads {self.threads}"] if self.threads else []
         names += ["nested in a processor"] if "Nested" in self.options.get(_LIST, "") else []
         names += ["tiny vocabulary"] if self.vocab_size < 6 else []
         return names
@@ -98,7 +93,7 @@ class Case:
     @property
     def is_private(self) -> bool:
         """Tell whether the model of the case is a copy."""
-        return bool(self.events or self.interrupts or self.threads)
+        return bool(self.events)
 
     @property
     def may_fail(self) -> bool:
@@ -626,55 +621,14 @@ def _draw_nested(case: Case, rng: Random) -> Case:
 
 
 def _draw_what_happens(case: Case, hand: _Hand) -> Case:
-    """Draw what happens to a copy of the model before the compared call, and to calls."""
+    """Draw what happens to a copy of the model before the compared call."""
     rng = hand.rng
     rows = [list(_repetitive(hand, 5)) for _ in case.rows]
     if len(rows) > 1 or any(0 in row for row in case.mask or ()):
         rows = [[0, *row[1:]] for row in rows[:1]] + rows[:2]
     events = [f"used(model, {rows})"] if rng.random() < 0.9 else []
-    kind = rng.choices(["change", "interrupt", "threads"], [70, 20, 10])[0]
-    if kind == "threads" and _can_run_at_once(case):
-        case = replace(
-            case,
-            options={**case.options, "do_sample": "False"},
-            config={name: v for name, v in case.config.items() if name != "do_sample"},
-            threads=hand.whole(2, 3),
-        )
-    elif kind == "interrupt":
-        places = ["forward", "forward", "streamer", "processor", "criterion"]
-        if "on_step" not in case.lade:
-            places.append("on_step")
-        case = replace(
-            case,
-            interrupts=tuple(
-                (rng.choice(places), rng.randint(0, 12), rng.choice(_ERRORS))
-                for _ in range(rng.randint(1, 2))
-            ),
-        )
-        if any(place == "forward" for place, *_ in case.interrupts):
-            events.insert(0, f"fused(model, {hand.whole(0, 9)})")
-    if kind == "change" or rng.random() < 0.2:
-        case = _draw_changes(case, hand, rows, events)
+    case = _draw_changes(case, hand, rows, events)
     return replace(case, events=tuple(events))
-
-
-_ERRORS = ("KeyboardInterrupt", "KeyboardInterrupt", "ValueError", "RuntimeError")
-
-
-def _can_run_at_once(case: Case) -> bool:
-    """Tell whether threads share nothing in the call but what lade and models promise to share.
-
-    The random state is one for all threads, and so is the `generate` of a wrapped model.
-    """
-    shared = ("RandomProcessor", "Nested")
-    return (
-        not case.architecture
-        and case.door != "wrap"
-        and not {"drafter", "on_step"} & case.lade.keys()
-        and not any(name in case.options.get(_LIST, "") for name in shared)
-        and case.setting("num_return_sequences") is None
-        and case.form != "none"
-    )
 
 
 def _draw_changes(case: Case, hand: _Hand, rows: list[list[int]], events: list[str]) -> Case:
@@ -682,7 +636,6 @@ def _draw_changes(case: Case, hand: _Hand, rows: list[list[int]], events: list[s
     rng = hand.rng
     makers: dict[str, Callable[[], list[str]]] = {
         "hook": lambda: [f"hooked(model, {rng.choice(_HOOKS)!r}, {hand.whole(0, 15)})"],
-        "forward": lambda: [f"forwarded(model, {hand.whole(0, 15)})"],
         "copy": lambda: [f"copied(model, {rng.choice(['deepcopy', 'deepcopy', 'pickle'])!r})"],
         "weights": lambda: [f"swapped(model, {hand.whole(0, 99)}, {rng.random() < 0.5})"],
         "module": lambda: [f"exchanged(model, {hand.whole(0, 99)})"],
@@ -695,7 +648,7 @@ def _draw_changes(case: Case, hand: _Hand, rows: list[list[int]], events: list[s
         "quantize": lambda: ["quantized(model)"],
         "train": lambda: ["trained(model)"],
     }
-    weights = [20, 5, 6, 8, 6, 6, 12, 6, 8, 14, 6, 14, 1]
+    weights = [20, 6, 8, 6, 6, 12, 6, 8, 14, 6, 14, 1]
     if case.architecture:
         names = ("hook", "copy", "weights", "module", "wrap", "degenerate")
         makers, weights = {name: makers[name] for name in names}, [20, 5, 6, 8, 6, 15]
@@ -707,8 +660,6 @@ def _draw_changes(case: Case, hand: _Hand, rows: list[list[int]], events: list[s
             continue  # plain decoding runs several tokens behind a cache there, too
         if name in ("adapter", "train") and nests:
             continue  # PEFT changes the model for the time of a call; dropout draws
-        if name in ("adapter", "train") and case.threads:
-            continue  # nor do these two bear threads in plain decoding
         if name in drawn or (drawn and {name, *drawn} & {"quantize", "adapter", "dtype"}):
             continue  # packages know each other's models less than lade does
         made = makers[name]()
@@ -737,5 +688,5 @@ def _degenerate(hand: _Hand, rows: list[list[int]]) -> list[str]:
     return made + later * (hand.rng.random() < 0.75)
 
 
-_HOOKS = ("last", "last", "single", "single", "before single", "harmless")
+_HOOKS = ("last", "single")
 _ADAPTERS = ("lora", "lora", "ia3", "prompt", "prefix", "own")

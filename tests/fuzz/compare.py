@@ -231,13 +231,7 @@ def _compare_calls(
     theirs: Door,
     verdict: Verdict,
 ) -> Verdict:
-    make, call, call_ours = _calls(case, names, ours, given)
-    for place, number, error in case.interrupts:
-        found = disturb(names["model"], case.seed, make, call_ours, place, number, error)
-        found += leaks(given)
-        if found:
-            verdict.kind, verdict.differences = "mismatch", found
-            return verdict
+    make, call_ours = _calls(case, names, ours, given)
     for number in range(case.num_calls):
 
         def note(verification: str, is_asked: bool) -> None:
@@ -265,10 +259,6 @@ def _compare_calls(
             else:
                 verdict.kind = "unsteady" if _is_unsteady(case, plain) else "mismatch"
             return verdict
-    if case.threads:
-        verdict.differences = in_threads(case.threads, case.vocab_size, make, call, call_ours)
-        verdict.differences += leaks(given)
-        verdict.kind = "mismatch" if verdict.differences else "same"
     return verdict
 
 
@@ -280,96 +270,6 @@ def leaks(given: dict[str, Any]) -> list[str]:
         found.append("the drafter was opened and not closed")
     if pool is not None and pool.num_open_sequences:
         found.append(f"the pool has {pool.num_open_sequences} sequences open")
-    return found
-
-
-def disturb(
-    model: Any,
-    seed: int,
-    make_arguments: Callable[[parts.Log], dict[str, Any]],
-    call: Callable[[dict[str, Any]], Any],
-    place: str,
-    number: int,
-    error: str,
-) -> list[str]:
-    """Break a call off by an error in one of its callbacks; say what is left behind.
-
-    Args:
-        model: which has a fuse, if the place is its forward.
-        seed: of torch's random state.
-        make_arguments: returns those of the call.
-        call: the call.
-        place: forward, on_step, streamer, processor or criterion.
-        number: of calls of that callback before the one that raises.
-        error: the name of what is raised.
-    """
-    try:
-        arguments = make_arguments({})
-    except Exception:  # of transformers, as in `record`
-        return []
-    kind = {each.__name__: each for each in (KeyboardInterrupt, ValueError, RuntimeError)}[error]
-    fuse = events.fuse_for(model, place, arguments)
-    before = _frozen(model, arguments)
-    torch.manual_seed(seed)
-    fuse.arm(number, kind)
-    raised = False
-    try:
-        with quiet():
-            call(dict(arguments))
-    except (Exception, KeyboardInterrupt) as caught:
-        raised = isinstance(caught, kind) or caught.__class__ is not KeyboardInterrupt
-    has_blown = fuse.has_blown
-    fuse.disarm()
-    after = _frozen(model, arguments)
-    found = [
-        f"{name} is not as it was before {error}" for name in before if before[name] != after[name]
-    ]
-    # Where forwards fail that verify drafts, plain decoding goes on, unless the call was to stop.
-    if has_blown and not raised and (place != "forward" or kind is KeyboardInterrupt):
-        found.append(f"{error} in {place} was swallowed")
-    if "generate" in vars(model):
-        found.append(f"model.generate is still replaced after {error}")
-    return found
-
-
-def in_threads(
-    num_threads: int,
-    vocab_size: int,
-    make_arguments: Callable[[parts.Log], dict[str, Any]],
-    plain: Callable[[dict[str, Any]], Any],
-    ours: Callable[[dict[str, Any]], Any],
-) -> list[str]:
-    """Make a call with other prompts, one after another by `generate` and at once; compare."""
-    logs: list[parts.Log] = [{} for _ in range(2 * num_threads)]
-
-    def asked(number: int) -> dict[str, Any]:
-        return events.shifted(make_arguments(logs[number]), number % num_threads, vocab_size)
-
-    def attempted(call: Callable[[dict[str, Any]], Any], arguments: dict[str, Any]) -> Any:
-        try:
-            return call(arguments)
-        except Exception as error:
-            return error
-
-    try:
-        arguments = [asked(number) for number in range(2 * num_threads)]
-    except Exception:  # of transformers, as in `record`
-        return []
-    with quiet():
-        expected = [attempted(plain, each) for each in arguments[:num_threads]]
-        others = arguments[num_threads:]
-        got = events.at_once([lambda each=each: ours(each) for each in others])  # type: ignore[misc]
-    found = []
-    for number, (a, b) in enumerate(zip(expected, got, strict=True)):
-        first = Run(
-            None if isinstance(a, Exception) else a, a if isinstance(a, Exception) else None
-        )
-        second = Run(
-            None if isinstance(b, Exception) else b, b if isinstance(b, Exception) else None
-        )
-        for run, log in ((first, logs[number]), (second, logs[num_threads + number])):
-            run.log, run.random_state = log, torch.zeros(0)
-        found += [f"thread {number}: {each}" for each in differences(first, second)]
     return found
 
 
@@ -402,26 +302,23 @@ def _refused(error: Exception | None) -> str:
 
 
 def _run(case: Case, names: dict[str, Any], door: Door, given: dict[str, Any]) -> Run:
-    make, _, call = _calls(case, names, door, given)
+    make, call = _calls(case, names, door, given)
     return record(names["model"], case.seed, make, call)
 
 
 def _calls(case: Case, names: dict[str, Any], door: Door, given: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what makes the arguments of a call, the plain call, and the one through a door."""
+    """Return what makes the arguments of a call, and the call through a door."""
 
     def arguments(log: parts.Log) -> dict[str, Any]:
         inner = {**names, "log": log}
         return {name: _evaluate(value, inner) for name, value in case.arguments().items()}
 
-    def through(door: Door) -> Callable[[dict[str, Any]], Any]:
-        def call(arguments: dict[str, Any]) -> Any:
-            if case.form == "place":
-                arguments["place"] = arguments.pop("inputs")
-            return door(names["model"], case.door, arguments, given)
+    def call(arguments: dict[str, Any]) -> Any:
+        if case.form == "place":
+            arguments["place"] = arguments.pop("inputs")
+        return door(names["model"], case.door, arguments, given)
 
-        return call
-
-    return arguments, through(call_plain), through(door)
+    return arguments, call
 
 
 def record(

@@ -1,4 +1,4 @@
-"""What happens between calls and during them: a model is changed, a call is broken off or nested.
+"""What happens between calls and during them: a model is changed, a call is nested in another.
 
 Events take a model and return the one to go on with. A case names them in order, each as an
 expression; they are applied to a copy of the model that belongs to the case alone.
@@ -6,7 +6,6 @@ expression; they are applied to a copy of the model that belongs to the case alo
 
 import math
 import pickle
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -15,13 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
-from transformers.generation.streamers import BaseStreamer
+from transformers import LogitsProcessor
 
 import lade
 from ngram_pool import NGramPool
@@ -205,57 +198,24 @@ def _on_single_tokens(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return _distorted(output) if output.dim() == 3 and output.shape[1] == 1 else output
 
 
-def _before_single_tokens(module: nn.Module, args: Any) -> Any:
-    is_single = args[0].dim() == 3 and args[0].shape[1] == 1
-    return (_distorted(args[0]), *args[1:]) if is_single else args
-
-
-def _harmless(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output * 1.25
-
-
 _HOOKS: dict[str, Callable[..., Any]] = {
     "last": _on_the_last_position,
     "single": _on_single_tokens,
-    "harmless": _harmless,
 }
 
 
 def hooked(model: Any, kind: str, number: int) -> Any:
-    """Register a hook that only the newest token sees, only single tokens see, or every token."""
-    _, leaf = _leaf(model, number)
-    if kind == "before single":
-        leaf.register_forward_pre_hook(_before_single_tokens)
-    else:
-        leaf.register_forward_hook(_HOOKS[kind])
+    """Register a hook that only the newest token sees, or only single tokens see."""
+    _leaf(model, number)[1].register_forward_hook(_HOOKS[kind])
     return model
 
 
 def unhooked(model: Any) -> Any:
     """Remove the hooks of `hooked`."""
-    ours = [*_HOOKS.values(), _before_single_tokens]
     for module in model.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [key for key, hook in hooks.items() if hook in ours]:
-                del hooks[key]
-    return model
-
-
-class _Forward:
-    """A forward of an instance, in the place of its class's."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, *args: Any) -> Any:
-        output = type(self.module).forward(self.module, *args)
-        return _on_single_tokens(self.module, args, output)
-
-
-def forwarded(model: Any, number: int) -> Any:
-    """Give a module a forward of its own."""
-    _, leaf = _leaf(model, number)
-    leaf.forward = _Forward(leaf)
+        hooks = module._forward_hooks
+        for key in [key for key, hook in hooks.items() if hook in _HOOKS.values()]:
+            del hooks[key]
     return model
 
 
@@ -396,121 +356,3 @@ class NestedProcessor(LogitsProcessor):  # type: ignore[misc]
             scores[:, answer[0][-1]] += 1.5
         self.log.append(answer)
         return scores
-
-
-# --- calls that are broken off ------------------------------------------------------------------
-
-
-class Fuse:
-    """A callback that raises at its n-th call once it is armed."""
-
-    def __init__(self) -> None:
-        self.disarm()
-
-    def arm(self, num_calls: int, error: type[BaseException]) -> None:
-        self.num_calls: int | None = num_calls
-        self.error = error
-        self.has_blown = False
-
-    def disarm(self) -> None:
-        self.arm(0, KeyboardInterrupt)
-        self.num_calls = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if self.num_calls is None:
-            return
-        if self.num_calls == 0:
-            self.num_calls = None
-            self.has_blown = True
-            raise self.error("a fuse has blown")
-        self.num_calls -= 1
-
-
-class _FusedStreamer(BaseStreamer):  # type: ignore[misc]
-    def __init__(self, fuse: Fuse) -> None:
-        self.fuse = fuse
-
-    def put(self, value: Tensor) -> None:
-        self.fuse()
-
-    def end(self) -> None:
-        self.fuse()
-
-
-class _FusedProcessor(LogitsProcessor):  # type: ignore[misc]
-    def __init__(self, fuse: Fuse) -> None:
-        self.fuse = fuse
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.fuse()
-        return scores
-
-
-class _FusedCriterion(StoppingCriteria):  # type: ignore[misc]
-    def __init__(self, fuse: Fuse) -> None:
-        self.fuse = fuse
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.fuse()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-def fused(model: Any, number: int) -> Any:
-    """Put a fuse into a forward; it was there before lade's check, and so is no change later."""
-    _leaf(model, number)[1].register_forward_hook(Fuse())
-    return model
-
-
-def fuse_for(model: Any, place: str, arguments: dict[str, Any]) -> Fuse:
-    """Return a fuse in some place, which is the model's or added to the arguments of a call."""
-    fuse = Fuse()
-    if place == "forward":
-        hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
-        return next((hook for hook in hooks if isinstance(hook, Fuse)), fuse)
-    if place == "on_step":
-        arguments["on_step"] = fuse
-    elif place == "streamer":
-        arguments["streamer"] = _FusedStreamer(fuse)
-    elif place == "processor":
-        others = arguments.get("logits_processor", [])
-        arguments["logits_processor"] = LogitsProcessorList([*others, _FusedProcessor(fuse)])
-    else:
-        others = arguments.get("stopping_criteria", [])
-        arguments["stopping_criteria"] = StoppingCriteriaList([*others, _FusedCriterion(fuse)])
-    return fuse
-
-
-# --- calls at once ------------------------------------------------------------------------------
-
-
-def shifted(arguments: dict[str, Any], number: int, vocab_size: int) -> dict[str, Any]:
-    """Return the arguments of a call with another prompt; what is padding stays so."""
-    changed = dict(arguments)
-    for name in ("inputs", "input_ids", "place"):
-        if name in changed:
-            ids = changed[name]
-            others = (ids - 1 + number) % (vocab_size - 1) + 1
-            changed[name] = torch.where(ids > 0, others, ids)
-    if "inputs_embeds" in changed:
-        changed["inputs_embeds"] = changed["inputs_embeds"] * (1 + 0.1 * number)
-    return changed
-
-
-def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Return what calls return or raise that begin at the same time, each in its thread."""
-    results: list[Any] = [None] * len(calls)
-    barrier = threading.Barrier(len(calls))
-
-    def run(number: int) -> None:
-        barrier.wait()
-        try:
-            results[number] = calls[number]()
-        except Exception as error:
-            results[number] = error
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results

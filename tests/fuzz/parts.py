@@ -72,9 +72,10 @@ SINGLES = tuple(
 _FORMATS = (*gguf_files.SCALES, "F16", "BF16", "F32")
 # Of these, weights stay in blocks of a file, of two formats in turn; each has all families.
 PACKED = tuple(
-    f"{family} {_FORMATS[(i + shift) % 13]}+{_FORMATS[(i + shift + 1 + shift // 4) % 13]}"
-    for i, family in enumerate(gguf_files.ARCHITECTURES)
+    f"{family} {_FORMATS[i % len(_FORMATS)]}+{_FORMATS[(i + 1 + shift // 4) % len(_FORMATS)]}"
+    for number, family in enumerate(gguf_files.ARCHITECTURES)
     for shift in (0, 4, 8)
+    for i in (number + shift,)
 )
 # Every other causal LM, each of one size: with windows, chunks, ALiBi, states, without a cache.
 ARCHITECTURES = (*tiny.causal_lm_types(), *tiny.VARIANTS, *SINGLES, *PACKED)

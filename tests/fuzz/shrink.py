@@ -34,8 +34,6 @@ def _smaller(case: Case) -> Iterator[Case]:
     changes: Sequence[dict[str, Any]] = (
         {"follow_up": ""},
         {"num_calls": 1},
-        {"threads": 0},
-        {"interrupts": ()},
         {"events": ()},
         {"profile": {}},
         {"earlier": None},
@@ -49,11 +47,9 @@ def _smaller(case: Case) -> Iterator[Case]:
     for change in changes:
         if any(getattr(case, name) != value for name, value in change.items()):
             yield _replaced(case, change)
-    for name in ("interrupts", "events"):
-        several = getattr(case, name)
-        for number in range(len(several)):
-            if len(several) > 1:
-                yield _replaced(case, {name: several[:number] + several[number + 1 :]})
+    for number in range(len(case.events)):
+        if len(case.events) > 1:
+            yield replace(case, events=case.events[:number] + case.events[number + 1 :])
     for name in case.profile:
         others = {key: value for key, value in case.profile.items() if key != name}
         yield replace(case, profile=others)

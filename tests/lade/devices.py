@@ -6,19 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 #: For tests that run on a CPU and, where there is one, on a GPU.
 CPU_AND_CUDA = (
     pytest.param("cpu", marks=pytest.mark.twin),
     pytest.param("cuda", marks=pytest.mark.cuda),
 )
-
-
-def needing_workspace() -> tuple[Tensor, Tensor]:
-    """Return, on a GPU, factors of a product whose long sums cuBLAS splits, in a workspace."""
-    x = torch.randn(8, 16_384, dtype=torch.bfloat16, device="cuda")
-    return x, torch.randn(16_384, 256, dtype=torch.bfloat16, device="cuda")
 
 
 # An error inside a kernel leaves its process unable to use the device, whatever runs next.

@@ -44,10 +44,9 @@ def test_models_that_go_alone_take_turns(family: str, options: dict[str, Any]) -
     assert not batcher.is_joint
 
 
-@pytest.mark.parametrize("dim", [8, 32])
-def test_float32_has_the_same_texts(dim: int) -> None:
-    """Of all calls at once by lade's own kernel, where heads are large enough for it."""
-    wrong, batcher = num_wrong(tiny_model("qwen3", dtype=torch.float32, head_dim=dim), 16, seed=1)
+def test_float32_has_the_same_texts() -> None:
+    """Of all calls at once by one job, whose heads are of whole vectors."""
+    wrong, batcher = num_wrong(tiny_model("qwen3", dtype=torch.float32, head_dim=32), 16, seed=1)
     assert wrong == 0
     assert batcher.is_joint
 
@@ -196,19 +195,3 @@ def test_a_call_may_go_on_from_a_cache_beside_others(family: str, has_positions:
         assert [request.result().tolist() for request in requests] == [expected] * 3
         other.result()
     assert batcher.why_not_joint is None
-
-
-@pytest.mark.parametrize("length", [1, 9], ids=["one token", "prompt"])
-def test_a_token_that_does_not_exist_fails_its_own_call(length: int) -> None:
-    model = tiny_model()
-    expected = model.generate(ONE, **GREEDY).tolist()
-    unknown = torch.full((1, length), 1000)
-    with lade.Batcher(model) as batcher:
-        requests = [batcher.submit(ONE, **GREEDY) for _ in range(3)]
-        wrong = [batcher.submit(unknown, **GREEDY) for _ in range(3)]
-        requests += [batcher.submit(ONE, **GREEDY) for _ in range(3)]
-        for request in wrong:
-            with pytest.raises(IndexError, match="out of range"):
-                request.result()
-        assert [request.result().tolist() for request in requests] == [expected] * 6
-    assert batcher.is_joint

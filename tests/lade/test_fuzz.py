@@ -2,12 +2,8 @@
 
 import json
 import sys
-import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -233,16 +229,6 @@ def warns(text: str, category: type[Warning]) -> Door:
     return faulty(lambda *_: warnings.warn(text, category, stacklevel=2))
 
 
-def errs_in_threads(model: Any, door: str, arguments: dict[str, Any], given: Any) -> Any:
-    output = call_plain(model, door, arguments, given)
-    return output if threading.current_thread() is threading.main_thread() else output.flip(1)
-
-
-def swallows_interrupts(model: Any, door: str, arguments: dict[str, Any], given: Any) -> Any:
-    with suppress(KeyboardInterrupt):
-        return call_plain(model, door, arguments, given)
-
-
 AROUND: list[tuple[Door, str]] = [
     (
         faulty(lambda _, arguments, given: given["pool"].open_sequence()),
@@ -275,50 +261,10 @@ def test_what_a_call_leaves_behind_is_found(fault: Door, said: str) -> None:
     assert verdict.differences[0].startswith(said)
 
 
-def test_an_interrupt_that_is_swallowed_is_found() -> None:
-    case = changed("fused(model, 2)", interrupts=(("forward", 3, "KeyboardInterrupt"),))
-    assert compare(case).kind == "same"
-    verdict = compare(case, swallows_interrupts)
-    assert verdict.differences == ["KeyboardInterrupt in forward was swallowed"]
-
-
-@pytest.mark.parametrize("place", ["forward", "on_step", "streamer", "processor", "criterion"])
-def test_a_call_that_was_broken_off_anywhere_harms_no_other(place: str) -> None:
-    errors = {0: "KeyboardInterrupt", 2: "ValueError", 5: "KeyboardInterrupt"}
-    interrupts = tuple((place, number, error) for number, error in errors.items())
-    case = changed(lade=WITH_A_POOL, interrupts=interrupts)
-    case = replace(case, events=("fused(model, 2)", *case.events))
-    assert compare(case).differences == []
-
-
-def test_a_fault_in_threads_alone_is_found() -> None:
-    case = changed(lade=WITH_A_POOL, threads=2)
-    assert compare(case).kind == "same"
-    verdict = compare(case, errs_in_threads)
-    assert verdict.kind == "mismatch"
-    assert verdict.differences[0].startswith("thread 0: sequences")
-
-
 def test_forwards_that_are_made_to_fail_are_no_mistake() -> None:
     case = changed("failing(model, 30)")
     assert case.may_fail
     assert compare(case).kind == "same"
-
-
-def test_cases_have_all_that_can_happen() -> None:
-    drawn = Counter(name for i in range(6000) for name in draw_case(9, i, FAMILIES).drawn)
-    names = [f"event {name}" for name in HAPPENINGS]
-    names += [f"profile {name}" for name in ("found", "proofs")]
-    names += [f"lade {name}" for name in ("on_step",)]
-    names += ["threads 2", "threads 3", "tiny vocabulary", "nested in a processor"]
-    names += [f"KeyboardInterrupt in {place}" for place in ("forward", "streamer", "on_step")]
-    assert [name for name in names if not any(each.startswith(name) for each in drawn)] == []
-
-
-HAPPENINGS = (
-    *("used", "wrapped", "quantized", "copied", "compiled", "converted", "trained", "swapped"),
-    *("exchanged", "hooked", "unhooked", "forwarded", "adapted", "unadapted", "failing", "fused"),
-)
 
 
 # --- what is no mistake ---------------------------------------------------------------------
@@ -339,14 +285,6 @@ def test_plain_decoding_that_depends_on_the_call_before_is_told_apart() -> None:
     assert compare(of_architecture("bloom"), swaps_tokens).kind == "mismatch"
 
 
-def test_hooks_of_transformers_may_come_with_a_forward_that_plain_decoding_never_reached() -> None:
-    case = of_architecture("xlstm")
-    # Both refuse; lade has checked the model before.
-    options = {**case.options, "prefill_chunk_size": "3", "output_hidden_states": "True"}
-    verdict = compare(replace(case, options={**options, "return_dict_in_generate": "True"}))
-    assert (verdict.kind, verdict.error) == ("same", "ValueError")
-
-
 def test_a_way_that_is_not_exact_may_be_refused_where_it_was_asked_for_alone() -> None:
     refused = compare(of_architecture("bloom", config="lade.Config(verification='tree')"))
     assert refused.kind == "refused"
@@ -358,14 +296,6 @@ def test_a_way_that_is_not_exact_may_be_refused_where_it_was_asked_for_alone() -
 
 def refuses(model: Any, door: str, arguments: dict[str, Any], given: Any) -> Any:
     raise lade.UnsupportedModelError("bloom cannot verify drafts by 'tree': no reason")
-
-
-def test_what_cannot_be_built_is_counted_apart() -> None:
-    summary = run.Summary()
-    (outcome,) = run.run_cases(0, [0], architectures=["musicgen"])
-    summary.add(outcome)
-    assert summary.as_dict()["num_not_built"] == 1
-    assert summary.as_dict()["not_built"].keys() == {"musicgen"}
 
 
 # --- what is printed ------------------------------------------------------------------------

@@ -162,7 +162,7 @@ def test_a_pool_beside_another_is_empty_and_shares_no_text() -> None:
     assert not len(other)
     assert not len(other.draft([1, 2], 2)) + len(other.draft([7], 2))
     other.observe([1, 2, 9])
-    assert pool.draft([1, 2], 4).candidates() == [[3]]
+    assert {*pool.draft([1, 2], 4).token_ids.tolist()} == {3, 8}  # 8 is what the target uses most
     with pytest.raises(ValueError, match="expected pools made beside"):
         pool.draft_chains([[1]], [1], 1, pools=[NGramPool()])
     with pytest.raises(ValueError, match="expected pools made beside"):

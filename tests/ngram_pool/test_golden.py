@@ -7,9 +7,9 @@ import numpy as np
 from ngram_pool import NGramPool
 from tests.ngram_pool.test_pool import as_tuple, noisy_text
 
-# Steps for 3,000 tokens, a mean of 1.57 accepted tokens; and the shape of every draft. Of these
+# Steps for 3,000 tokens, a mean of 1.61 accepted tokens; and the shape of every draft. Of these
 # successors the likeliest over all texts never comes, so that drafts of it are lost.
-GOLDEN = (1907, "40023554315b8e0f")
+GOLDEN = (1862, "cda4c3c1586d447f")
 
 
 def bigrams(text: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

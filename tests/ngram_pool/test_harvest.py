@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ngram_pool import NGramPool
+from ngram_pool._kernels import NONE
 from tests.ngram_pool.table_oracle import Context, OracleTable
 
 ALL_CONTEXTS = list(product(range(-1, 15), range(15)))
@@ -28,12 +29,12 @@ def random_puts(
 
 def contents(pool: NGramPool) -> dict[Context, tuple[list[int], list[float]]]:
     """The successors of every context, and their probabilities."""
-    arrays = pool._harvested.arrays()
-    found = {}
-    for i, (previous, last) in enumerate(pool.contexts().tolist()):
-        is_known = arrays["token_ids"][i] >= 0
-        probs = np.exp(arrays["costs"][i, is_known] / -4096).astype(np.float32)
-        found[previous, last] = arrays["token_ids"][i, is_known].tolist(), probs.tolist()
+    held, found = pool._harvested.held, {}
+    rows = np.flatnonzero(held.keys >= 0)
+    for row, (previous, last) in zip(rows, pool.contexts().tolist(), strict=True):
+        is_known = held.token_ids[row] >= 0
+        probs = np.exp(held.costs[row, is_known] / -4096).astype(np.float32)
+        found[previous, last] = held.token_ids[row, is_known].tolist(), probs.tolist()
     return found
 
 
@@ -65,7 +66,8 @@ def test_a_table_knows_what_the_oracle_knows(capacity: int, sizes: list[int], se
         assert contents(pool) == expected_contents(oracle)
         assert pool.num_contexts == len(oracle.known)
     counts = sorted(known.count for known in oracle.known.values())
-    assert sorted(pool._harvested.arrays()["counts"].tolist()) == counts
+    held = pool._harvested.held
+    assert sorted(held.counts[held.keys != NONE].tolist()) == counts
 
 
 # --- memory ---------------------------------------------------------------------------------

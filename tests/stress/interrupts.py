@@ -16,10 +16,15 @@ import torch
 
 import lade
 import ngram_pool
+from tests.stress import uses
 from tests.stress.uses import USES, Use
 from tests.stress.whole import answers, damage, state_of
 
-_FOLDERS = tuple(str(Path(str(package.__file__)).parent) for package in (lade, ngram_pool))
+# Packages, and the functions that calls are given.
+_INTERRUPTED = (
+    *(str(Path(str(package.__file__)).parent) for package in (lade, ngram_pool)),
+    str(uses.__file__),
+)
 _MOST_TOLD = 50
 _SWITCH_SEC = 1e-5  # between threads, for races to be likely
 
@@ -77,7 +82,7 @@ def _interrupt_each(
 
 
 def interrupt_between(num_calls: int, names: Iterable[str] = tuple(USES), seed: int = 0) -> Result:
-    """Raise where a function of lade or of the pool begins, at random; kernels are whole."""
+    """Raise where a function of lade, of the pool or of the caller begins; kernels are whole."""
     result, rng = Result(), random.Random(seed)
 
     def interrupt_in(use: Use) -> Interrupt:
@@ -96,7 +101,11 @@ def _begun(use: Use, nth: int) -> tuple[int, str | None]:
     def watch(frame: FrameType, event: str, _: Any) -> None:
         nonlocal num, where
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(_FOLDERS) and code.co_name != "__del__":
+        if (
+            event == "call"
+            and code.co_filename.startswith(_INTERRUPTED)
+            and code.co_name != "__del__"
+        ):
             num += 1
             if num == nth:
                 where = f"{Path(code.co_filename).name}:{code.co_name}"

@@ -87,11 +87,20 @@ def rejecting() -> Use:
     return Use(model, call, call, keeps_random_state=False)
 
 
+def _processed(input_ids: Any, scores: Any) -> Any:
+    return scores - input_ids.shape[1]
+
+
+def _asked(input_ids: Any, scores: Any, **_: Any) -> Any:
+    return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
 def strings() -> Use:
-    """A wrapped model whose own config has stop strings, with scores and logits."""
+    """A wrapped model with stop strings, scores, logits and functions of the caller's."""
     model, pool = _llama(vocab_size=256), NGramPool(60, 3)
     options = _options(tokenizer=byte_tokenizer(), return_dict_in_generate=True)
     options |= {"output_scores": True, "output_logits": True}
+    options |= {"logits_processor": [_processed], "stopping_criteria": [_asked]}
     model.generation_config.stop_strings = ["no such text", "neither"]
 
     def call() -> Any:

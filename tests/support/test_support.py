@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import lade
 from tests.lade.tiny import IS_NEWEST
@@ -41,46 +39,6 @@ def test_no_architecture_gets_a_wrong_token() -> None:
     if IS_NEWEST:
         assert found["speculate"] >= 172
         assert found["tree"] >= 131
-
-
-#: A few of each kind of cache and position, for each run; all of them are exhaustive.
-FEW = ("gemma2", "gpt2", "falcon-alibi", "qwen2-window", "deepseek_v2", "mamba2", "bart", "llama4")
-
-
-@pytest.mark.parametrize("name", [name for name in FEW if name in support.all_names()])
-def test_of_each_kind_some_are_exact(name: str) -> None:
-    row = run_one(name, cases=QUICK_CASES[:1])
-    assert row.verdict == "exact", report.text_of(row)
-    assert row.speculates == row.should_speculate
-
-
-class FutureConfig(LlamaConfig):  # type: ignore[misc]
-    model_type = "future"
-
-
-class FutureForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
-    config_class = FutureConfig
-
-
-def test_what_a_future_transformers_adds_appears(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "future", "FutureForCausalLM")
-    monkeypatch.setitem(CONFIG_MAPPING._extra_content, "future", FutureConfig)
-    models = AutoModelForCausalLM._model_mapping._extra_content
-    monkeypatch.setitem(models, FutureConfig, FutureForCausalLM)
-    assert {"future", *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} <= {*support.all_names()}
-    row = run_one("future", cases=QUICK_CASES)
-    assert report.cells(row)[:4] == ("future", "FutureForCausalLM", "tree", "tree")
-    assert row.verdict == "exact"
-
-    class Config:
-        def __init__(self) -> None:
-            raise RuntimeError("it needs a quantum computer")
-
-    monkeypatch.setitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "future", Config)
-    assert {each.method for each in all_formats().values()} >= {*AUTO_QUANTIZATION_CONFIG_MAPPING}
-    (found,) = run_format(all_formats()["future"])
-    assert found.why_not == "RuntimeError: it needs a quantum computer"
-    assert not found.is_bad
 
 
 # --- one architecture -----------------------------------------------------------------------

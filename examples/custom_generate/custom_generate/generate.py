@@ -17,7 +17,7 @@ def generate(
     model: Any,
     **kwargs: Any,
 ) -> Any:
-    """Generate as `model.generate` does, with fewer forwards.
+    """Generate as `model.generate` does, in fewer forward passes.
 
     transformers passes `model` by name, so the others can be passed by position where this function
     is the `generate` of a model whose folder contains it.

@@ -3,7 +3,7 @@
 Next file: `run.py`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from lade.config import Config
 from lade.drafting.drafter import Drafter
 from lade.hf.api import generate
-from lade.stats import DecodeStats, Step
+from lade.stats import DecodeStats
 from ngram_pool import NGramPool
 
 _LOOKUP_TOKENS = 10  # for transformers' prompt lookup: its documented setting
@@ -31,6 +31,11 @@ class Answer(NamedTuple):
         """New tokens of all rows, without padding."""
         return sum(len(row) for row in self.rows)
 
+    @property
+    def tokens_per_sec(self) -> float:
+        """New tokens a second of the whole call."""
+        return self.num_tokens / self.sec
+
 
 #: Answers the rows of `inputs` with a model, given the options of `generate`. One object serves one
 #: pass over the prompts.
@@ -45,19 +50,15 @@ def plain(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer
     return Answer(rows, sec, stats)
 
 
-class TransformersAssisted:
-    """Transformers' own assisted decoding of a single row, by options of `generate`.
+def assisted(**more: Any) -> Method:
+    """Return transformers' own assisted decoding of a single row, by options of `generate`.
 
     Its first forward runs the prompt with a draft attached, which is counted as if later steps had
     verified it; that flatters its MAT a little. When it samples, it draws for the
     whole draft at once: its text is as likely as plain's, but differs for the same seed.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = options
-
-    def __call__(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
-        """Answer the one row of `inputs`."""
+    def answer(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
         sizes: list[int] = []
         base = getattr(model, model.base_model_prefix, model)
         num_layers = base.config.num_hidden_layers
@@ -69,7 +70,7 @@ class TransformersAssisted:
 
         hook = model.register_forward_pre_hook(count, with_kwargs=True)
         try:
-            rows, sec = _standard(model, inputs, {**options, **self._options})
+            rows, sec = _standard(model, inputs, {**options, **more})
         finally:
             hook.remove()
         num_steps, num_committed = len(sizes) - 1, len(rows[0]) - 1
@@ -79,38 +80,36 @@ class TransformersAssisted:
         stats.num_accepted_tokens = max(0, num_committed - num_steps)
         return Answer(rows, sec, stats)
 
+    return answer
+
 
 #: transformers' prompt lookup.
-prompt_lookup = TransformersAssisted({"prompt_lookup_num_tokens": _LOOKUP_TOKENS})
+prompt_lookup = assisted(prompt_lookup_num_tokens=_LOOKUP_TOKENS)
 
 
-class Lade:
-    """`lade.generate`; given pools or a drafter are kept, else each call gets a new pool."""
+def by_lade(
+    config: Config | None = None,
+    pool: NGramPool | Sequence[NGramPool] | None = None,
+    drafter: Drafter | None = None,
+) -> Method:
+    """Return `lade.generate`; given pools or a drafter are kept, else each call has a new pool."""
+    more = {"config": config, "pool": pool, "drafter": drafter, "return_dict_in_generate": True}
 
-    def __init__(
-        self,
-        config: Config | None = None,
-        pool: NGramPool | Sequence[NGramPool] | None = None,
-        on_step: Callable[[Step], None] | None = None,
-        drafter: Drafter | None = None,
-    ) -> None:
-        self._options = {"config": config, "pool": pool, "on_step": on_step, "drafter": drafter}
-
-    def __call__(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
-        """Answer the rows of `inputs`."""
-        given = {**inputs, **self._options, **options, "return_dict_in_generate": True}
-        output, sec = _timed(generate, model, given)
+    def answer(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
+        output, sec = _timed(generate, model, {**inputs, **more, **options})
         rows = new_rows(model, output.sequences, inputs["input_ids"].shape[1])
         return Answer(rows, sec, output.stats)
+
+    return answer
 
 
 #: What makes the methods of `lade bench` for one pass, by name, in the order of tables.
 METHODS: dict[str, Callable[[], Method]] = {
     "plain": lambda: plain,
     "prompt_lookup": lambda: prompt_lookup,
-    "no_drafts": lambda: Lade(Config(max_draft_tokens=0)),
-    "lade": lambda: Lade(pool=NGramPool(seed=0)),
-    "lade_fresh": Lade,
+    "no_drafts": lambda: by_lade(Config(max_draft_tokens=0)),
+    "lade": lambda: by_lade(pool=NGramPool(seed=0)),
+    "lade_fresh": by_lade,
 }
 
 

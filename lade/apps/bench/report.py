@@ -1,14 +1,17 @@
-"""Results as a table for a terminal, by category."""
+"""Results as tables for a terminal, and answers to one prompt held against plain `generate`'s."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from lade.apps.bench.busy import Load, Sums
+from lade.apps.bench.methods import Answer
 from lade.apps.bench.run import Result, Summary, summarise
+from lade.compat import dtype_of
+from lade.compat.closeness import is_exact_in
 
 _COLUMNS = ("tokens/s", "speed-up", "MAT", "draft tokens /step", "same text", "accepted")
 
@@ -16,24 +19,13 @@ LOOPS = "ending in a loop"
 OVERALL = "overall"
 
 
-class _Grouped(Protocol):
-    @property
-    def category(self) -> str: ...
-
-    @property
-    def loops(self) -> bool: ...
-
-
-_G = TypeVar("_G", bound=_Grouped)
-
-
-def groups(results: Sequence[_G]) -> dict[str, list[_G]]:
+def groups(results: Sequence[Result]) -> dict[str, list[Result]]:
     """Return results without loops by category, then all of these, then those with loops.
 
     A batch counts as one with loops if one of its rows has one.
     """
     clean = [result for result in results if not result.loops]
-    by_name: dict[str, list[_G]] = {}
+    by_name: dict[str, list[Result]] = {}
     for result in clean:
         by_name.setdefault(result.category, []).append(result)
     if clean:
@@ -89,11 +81,26 @@ def table(
     return made
 
 
-def busy_table(sums: Mapping[Load, Sums], title: str) -> Table:
-    """Return a table of speeds beside busy processes."""
-    made = empty_table(title, "CPU: tokens for each second that all threads computed")
-    for heading in ("method", "threads", "busy processes", "tokens/s", "CPU"):
-        made.add_column(heading, justify="right")
-    for load, of_load in sums.items():
-        made.add_row(*map(str, load), *(f"{rate:.1f}" for rate in of_load.rates().values()))
-    return made
+def compared(answers: Mapping[str, Answer]) -> Iterator[str]:
+    """Yield a line for each method's answer of one row; the first one is plain `generate`'s."""
+    plain, width = next(iter(answers.values())), max(map(len, answers))
+    for name, answer in answers.items():
+        line = f"{name.ljust(width)}  {answer.num_tokens:,} tokens in {answer.sec:.1f} s"
+        line += f", {answer.tokens_per_sec:.1f} tokens a second"
+        if answer is not plain:
+            pairs = zip_longest(plain.rows[0], answer.rows[0])
+            first = next((n for n, (one, other) in enumerate(pairs, 1) if one != other), None)
+            line += f", {answer.tokens_per_sec / plain.tokens_per_sec:.2f}x plain, "
+            line += "same text" if first is None else f"differs at token {first}"
+        yield line
+
+
+def why_different(model: Any) -> str:
+    """Explain why answers may differ in the model's dtype."""
+    dtype = str(dtype_of(model)).removeprefix("torch.")
+    if is_exact_in(model):
+        return f"The text should be the same in {dtype}: this is a fault of lade, please report it."
+    return (
+        f"Plain generate computes in {dtype}, so where two tokens are nearly tied the texts can "
+        "diverge. --dtype float32 gives the same text."
+    )

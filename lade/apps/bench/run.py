@@ -4,6 +4,7 @@ Next file: `busy.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from operator import eq
 from typing import Any, NamedTuple
 
@@ -51,8 +52,13 @@ class Summary(NamedTuple):
     draft_sec_per_step: float | None  # None for methods other than lade
 
 
-class Contest:
-    """Methods that answer the same prompts, once over.
+def contest(
+    model: Any,
+    methods: Mapping[str, Callable[[], Method]],
+    settings: Settings,
+    num_pass: int = 0,
+) -> Callable[[Sequence[Prompt], dict[str, Any]], Result]:
+    """Return what has methods answer prompts, a row of inputs each, once over.
 
     They take turns at every prompt or batch, each time starting with another one, so that a machine
     that slows down slows all alike; and answer it with one seed, so that with exact arithmetic they
@@ -64,40 +70,32 @@ class Contest:
         settings: how to answer; the n-th batch has the seed of the settings plus n.
         num_pass: number of contests before this one.
     """
+    made, numbers = {name: make() for name, make in methods.items()}, count()
+    names, options = [*made], settings.options()
 
-    def __init__(
-        self,
-        model: Any,
-        methods: Mapping[str, Callable[[], Method]],
-        settings: Settings,
-        num_pass: int = 0,
-    ) -> None:
-        self._model, self._seed, self._options = model, settings.seed, settings.options()
-        self._methods = {name: make() for name, make in methods.items()}
-        self._num_pass, self._num_batches = num_pass, 0
-
-    def answer(self, prompts: Sequence[Prompt], inputs: dict[str, Any]) -> Result:
-        """Answer prompts, a row of `inputs` each, with every method."""
-        names, number = [*self._methods], self._num_batches
-        self._num_batches += 1
-        first, answers = number % len(names), dict[str, Answer]()
+    def answer(prompts: Sequence[Prompt], inputs: dict[str, Any]) -> Result:
+        number, answers = next(numbers), dict[str, Answer]()
+        first = number % len(names)
         for name in (*names[first:], *names[:first]):
-            torch.manual_seed(self._seed + number)
-            answers[name] = self._methods[name](self._model, inputs, self._options)
+            torch.manual_seed(settings.seed + number)
+            answers[name] = made[name](model, inputs, options)
         answers = {name: answers[name] for name in names}
         loops = any(map(ends_in_loop, answers.get("plain", answers[names[0]]).rows))
         num_prompt_tokens = int(inputs["attention_mask"].sum())
-        return Result(prompts, num_prompt_tokens, answers, loops, self._num_pass)
+        return Result(prompts, num_prompt_tokens, answers, loops, num_pass)
+
+    return answer
 
 
 def warm_up(
     loaded: LoadedModel, methods: Mapping[str, Callable[[], Method]], settings: Settings
-) -> dict[str, Answer]:
+) -> None:
     """Answer shortly with every method, so that the first prompt takes none longer than others."""
     hello = encode(loaded.tokenizer, _WARM_UP_PROMPT, loaded.model.device)
     num_tokens = min(_WARM_UP_TOKENS, settings.max_new_tokens)
     options = {**settings.options(), "max_new_tokens": num_tokens}
-    return {name: make()(loaded.model, hello, options) for name, make in methods.items()}
+    for make in methods.values():
+        make()(loaded.model, hello, options)
 
 
 def summarise(results: Sequence[Result], method: str) -> Summary:

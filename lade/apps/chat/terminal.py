@@ -22,12 +22,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lade.apps.bench.comparison import Side, compared, why_different
+from lade.apps.bench.methods import Answer
+from lade.apps.bench.report import compared, why_different
 from lade.apps.chat.conversation import Conversation, Turn
 from lade.apps.chat.pieces import Piece
 from lade.apps.chat.view import DRAFTED, AnswerView
 from lade.errors import ContextLengthError, UserError, in_one_line
 from lade.models.stream import without_controls
+from lade.stats import DecodeStats
 
 PROMPT = "> "
 _COMMAND = re.compile(r"/([A-Za-z]+)(?:\s+(.*))?", re.DOTALL)
@@ -114,24 +116,17 @@ class Terminal:
         with _setting_at_interrupt(self._cancelled):
             while not self._has_left:
                 self._cancelled.clear()
+                typed, self._typed, self.is_waiting = self._typed, "", True
                 try:
-                    line = self._line(session)
+                    line = session.prompt(default=typed)
                 except EOFError:
                     return
                 except KeyboardInterrupt:
                     if not session.default_buffer.text:  # else the next line begins without it
                         self._say("Ctrl-D leaves.")
                 else:
+                    self.is_waiting = False
                     self.take(line)
-
-    def _line(self, session: "PromptSession[str]") -> str:
-        """Return the line that the user types."""
-        typed, self._typed = self._typed, ""
-        self.is_waiting = True
-        try:
-            return session.prompt(default=typed)
-        finally:
-            self.is_waiting = False
 
     def take(self, line: str) -> None:
         """Run a command or answer a question; errors are shown."""
@@ -191,14 +186,16 @@ class Terminal:
         with_drafts = self._answer(None, seed=plain.seed)
         if not with_drafts.is_complete:
             return
-        model = self.conversation.loaded.model
         turns = {"plain": plain, "lade": with_drafts}
-        sides = [Side(name, turn.token_ids, turn.sec) for name, turn in turns.items()]
+        answers = {
+            name: Answer([turn.token_ids], turn.sec, turn.stats or DecodeStats())
+            for name, turn in turns.items()
+        }
         self.console.print()
-        for line in compared(sides):
+        for line in compared(answers):
             self.console.print(Text(line))
         if plain.token_ids != with_drafts.token_ids:
-            self._say(why_different(model))
+            self._say(why_different(self.conversation.loaded.model))
 
     # --- commands -----------------------------------------------------------------------------
 
@@ -297,25 +294,20 @@ class Terminal:
 
     def _session(self) -> "PromptSession[str]":
         purposes = {f"/{name}": purpose for name, (_, purpose) in _COMMANDS.items()}
+        bindings = KeyBindings()
+
+        @bindings.add("escape", "enter")
+        def new_line(event: KeyPressEvent) -> None:
+            event.current_buffer.newline(copy_margin=False)
+
         return PromptSession(
             [("bold", PROMPT)],
             history=self._history,
             prompt_continuation=" " * len(PROMPT),
-            key_bindings=_key_bindings(),
+            key_bindings=bindings,
             completer=WordCompleter([*purposes], meta_dict=purposes, sentence=True),
             complete_while_typing=False,
         )
-
-
-def _key_bindings() -> KeyBindings:
-    """Return the key bindings that differ from the usual ones."""
-    bindings = KeyBindings()
-
-    @bindings.add("escape", "enter")
-    def new_line(event: KeyPressEvent) -> None:
-        event.current_buffer.newline(copy_margin=False)
-
-    return bindings
 
 
 def history_in(folder: Path) -> History:

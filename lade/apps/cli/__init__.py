@@ -10,7 +10,7 @@ import warnings
 from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 from lade.errors import LadeError, MissingExtraError
 
@@ -88,18 +88,12 @@ def _show_warnings_as_notes() -> None:
     shown: set[str] = set()
     usual = warnings.formatwarning
 
-    def as_note(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        line: str | None = None,
-    ) -> str:
+    def as_note(message: Any, category: Any, filename: str, *where: Any) -> str:
         is_ours = category.__module__ == "lade.errors" or _PACKAGE in Path(filename).parents
         if not is_ours:
-            return usual(message, category, filename, lineno, line)
+            return usual(message, category, filename, *where)
         is_new = str(message) not in shown
         shown.add(str(message))
         return f"note: {message}\n" * is_new
 
-    warnings.formatwarning = as_note
+    warnings.formatwarning = as_note  # type: ignore[assignment]

@@ -6,22 +6,24 @@ in `serve.py`.
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from lade.apps.cli.options import (
     IS_FILE,
+    JSON,
+    SYSTEM,
+    TEMPERATURE,
     ChatSamplingOptions,
     DraftOptions,
-    JsonOption,
     LoadOptions,
-    MaxNewTokensOption,
     SamplingOptions,
-    SystemOption,
-    TemperatureOption,
     check_text,
     grouped,
+    length,
     of_drafting,
+    option,
     read_prediction,
     read_prompt,
     read_typed,
@@ -30,6 +32,9 @@ from lade.apps.cli.pool import app as pool
 from lade.apps.cli.serve import serve
 from lade.errors import UserError
 from lade.models.settings import Settings
+
+if TYPE_CHECKING:
+    from lade.apps.bench.prompts import Prompt
 
 app = typer.Typer(
     name="lade",
@@ -69,25 +74,17 @@ def generate(
     prompt: str = typer.Argument(
         metavar="PROMPT", help="What to ask; - reads standard input.", callback=read_prompt
     ),
-    max_new_tokens: MaxNewTokensOption = 256,
-    system: SystemOption = None,
-    raw: bool = typer.Option(
-        False, "--raw", help="Continue the prompt as it is, without the model's chat template."
-    ),
-    stop: list[str] | None = typer.Option(
-        None,
-        metavar="TEXT",
-        help="End the answer with this text; may be repeated.",
-        callback=read_typed,
+    max_new_tokens: int = length(256),
+    system: str | None = SYSTEM,
+    raw: bool = option(False, "--raw", help="Leave out the model's chat template."),
+    stop: list[str] | None = option(
+        None, metavar="TEXT", help="End with this text; may be repeated.", callback=read_typed
     ),
     loading: LoadOptions,
     sampling: SamplingOptions,
     drafting: DraftOptions,
     prediction: Path | None = of_drafting(
-        None,
-        help="Draft from this text, which the answer will probably resemble, such as the file to "
-        "be edited. The answer does not depend on it.",
-        **IS_FILE,
+        None, help="Draft from this text, which the answer resembles.", **IS_FILE
     ),
 ) -> None:
     """Answer one prompt; the text appears as it is generated."""
@@ -98,23 +95,20 @@ def generate(
         raise UserError("expected each --stop to be a text of one character or more, got ''")
     predicted, settings = read_prediction(prediction), sampling.settings(max_new_tokens)
     loaded = loading.load()
-    from lade.apps.cli.generate import encode_prompt, run  # imports transformers
+    from lade.apps.cli.generate import run  # imports transformers
 
-    inputs = encode_prompt(loaded, prompt, system=system, is_raw=raw)
-    run(inputs, stop or [], loaded, settings, drafting, predicted)
+    of_prompt: Any = {"system": system, "is_raw": raw, "stops": stop or (), "prediction": predicted}
+    run(loaded, prompt, settings, drafting, **of_prompt)
 
 
 @app.command(rich_help_panel=_USE)
 @grouped
 def chat(
     *,
-    max_new_tokens: MaxNewTokensOption = 1024,
-    system: SystemOption = None,
+    max_new_tokens: int = length(1024),
+    system: str | None = SYSTEM,
     prewarm: bool = of_drafting(
-        False,
-        "--prewarm",
-        help="Let the model write its table of likely tokens while it waits for you, as lade "
-        "prewarm does: half an hour in all, at the lowest priority.",
+        False, "--prewarm", help="Prewarm the model while it waits for you."
     ),
     loading: LoadOptions,
     sampling: ChatSamplingOptions,
@@ -143,8 +137,8 @@ app.command(rich_help_panel=_USE)(serve)
 @grouped
 def demo(
     *,
-    max_new_tokens: MaxNewTokensOption = 128,
-    prompt: list[str] | None = typer.Option(
+    max_new_tokens: int = length(128),
+    prompt: list[str] | None = option(
         None,
         metavar="TEXT",
         help="Use this prompt instead of the six; may be repeated.",
@@ -160,37 +154,25 @@ def demo(
     """
     from lade.apps.bench.prompts import DEMO_PROMPTS, Prompt, read_prompts
 
-    titles = [f"prompt {number}" for number in range(1, len(prompt or []) + 1)]
-    for text in prompt or []:
-        check_text(text)
-    prompts = [*map(Prompt, titles, titles, prompt or [])]
-    loaded = loading.load()
-    from lade.apps.cli.bench import compare  # imports torch, in silence
-
-    chosen = prompts or read_prompts(DEMO_PROMPTS)
-    compare(loaded, chosen, Settings(max_new_tokens), is_demo=True)
+    titled = [Prompt(f"prompt {n}", f"prompt {n}", text) for n, text in enumerate(prompt or [], 1)]
+    _measure(titled or read_prompts(DEMO_PROMPTS), Settings(max_new_tokens), loading, is_demo=True)
 
 
 @app.command(rich_help_panel=_MEASURE)
 @grouped
 def bench(
     *,
-    prompts: Path | None = typer.Option(
+    prompts: Path | None = option(
         None,
         help="Prompts: one a line, or JSON lines with 'turns' (the first is used) or 'prompt', "
-        "and optionally 'category'. Without it, the six of the demo.",
+        "and optionally 'category' [the six of the demo].",
         **IS_FILE,
     ),
-    max_new_tokens: MaxNewTokensOption = 128,
+    max_new_tokens: int = length(128),
     loading: LoadOptions,
-    temperature: TemperatureOption = 0.0,
-    busy: bool = typer.Option(
-        False,
-        "--busy",
-        help="Instead, compare lade and plain generate beside busy processes: none, one, and one a "
-        "core; with all threads, and with one.",
-    ),
-    json: JsonOption = None,
+    temperature: float = TEMPERATURE,
+    busy: bool = option(False, "--busy", help="Instead, compare beside busy processes."),
+    json: Path | None = JSON,
 ) -> None:
     """Compare lade with plain generate and with transformers' prompt lookup, on your prompts.
 
@@ -207,21 +189,25 @@ def bench(
     from lade.apps.bench.prompts import DEMO_PROMPTS, read_prompts
 
     settings = Settings(max_new_tokens, temperature)
-    chosen = read_prompts(prompts or DEMO_PROMPTS)
-    for each in chosen:
+    _measure(read_prompts(prompts or DEMO_PROMPTS), settings, loading, is_busy=busy, file=json)
+
+
+def _measure(prompts: "list[Prompt]", settings: Settings, loading: LoadOptions, **how: Any) -> None:
+    """Compare methods on prompts, once a model is loaded for what can be answered."""
+    for each in prompts:
         check_text(each.text)
     loaded = loading.load()
-    from lade.apps.cli.bench import compare, compare_busy  # imports torch, in silence
+    from lade.apps.cli.bench import compare  # imports torch, in silence
 
-    (compare_busy if busy else compare)(loaded, chosen, settings, json)
+    compare(loaded, prompts, settings, **how)
 
 
 @app.command(rich_help_panel=_PREPARE)
 @grouped
 def prewarm(
     *,
-    seconds: float = typer.Option(
-        120.0, min=1.0, help="Run for T seconds; another run continues from there."
+    seconds: float = option(
+        120.0, min=1.0, help="Run for T seconds; another run goes on from there [120]."
     ),
     loading: LoadOptions,
 ) -> None:
@@ -231,9 +217,10 @@ def prewarm(
     texts itself. The table is kept in your cache folder and used with this model from then on, also
     in other dtypes and on other devices.
     """
-    from lade.apps.cli.prewarm import run
+    loaded = loading.load()
+    from lade.apps.cli.generate import run_prewarm
 
-    run(loading.load(), seconds)
+    run_prewarm(loaded, seconds)
 
 
 app.add_typer(pool, name="pool", rich_help_panel=_PREPARE)

@@ -3,6 +3,7 @@
 import json
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -14,18 +15,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 from rich.text import Text
+from transformers import TextStreamer
 
 from lade._version import __version__
-from lade.apps.bench import busy
-from lade.apps.bench.comparison import Side, compared, why_different
+from lade.apps.bench.busy import beside_busy
 from lade.apps.bench.methods import METHODS, Answer, Method
 from lade.apps.bench.prompts import Prompt
-from lade.apps.bench.report import busy_table, groups, table
-from lade.apps.bench.run import Contest, Result, summarise, warm_up
+from lade.apps.bench.report import OVERALL, compared, groups, table, why_different
+from lade.apps.bench.run import Result, contest, summarise, warm_up
 from lade.apps.chat.view import DRAFTED, AnswerView
 from lade.apps.cli.generate import encode_prompts
 from lade.apps.cli.loading import bar, check, console, working
-from lade.apps.cli.prewarm import note_missing_table
 from lade.compat import dtype_of
 from lade.forward.packed import formats_of
 from lade.machine.threads import num_cores
@@ -37,11 +37,10 @@ from lade.stats import Step
 
 _LEGEND = ": drafted by the n-gram pool and accepted. Plain: the model's own token."
 _SHOWN = 300  # characters of a prompt of the demo
-_TIMES = 2.5  # as long as plain generate, prompt lookup and lade usually take together
-_TITLES = {"plain": "plain generate", "prompt_lookup": "prompt lookup", "lade": "lade"}
+_OF_DEMO = ("plain", "prompt_lookup", "lade")
 _LABELS = {
-    "tree": "tree: all candidates in one forward",
-    "chain": "chain: the best candidate alone, in one forward",
+    "tree": "tree: all candidates in one forward pass",
+    "chain": "chain: the best candidate alone, in one forward pass",
     "snapshot": "snapshot: the best candidate alone, from a copy of the state",
     "plain": "plain: no drafts, so the same text at plain speed",
 }
@@ -51,35 +50,42 @@ def compare(
     loaded: LoadedModel,
     prompts: Sequence[Prompt],
     settings: Settings,
-    file: Path | None = None,
     *,
+    file: Path | None = None,
     is_demo: bool = False,
+    is_busy: bool = False,
 ) -> None:
     """Have each prompt answered by every method in turn; print and write the results.
 
     Args:
         file: of the results; None to write none.
         is_demo: whether to show the check of the model first, and the answers of three methods.
+        is_busy: whether to compare beside busy processes instead.
     """
     inputs = encode_prompts(loaded, [each.text for each in prompts], settings.max_new_tokens)
     out, results, stopped = Console(highlight=False), list[Result](), None
-    shown, methods = _Shown(out, loaded), METHODS
+    shown, methods = None, METHODS
     if is_demo:
         check(loaded)
-        shown.model()
-        methods = {name: shown.by(name) for name in _TITLES}
-    with working("Warming up: each method answers shortly"):
-        timed = warm_up(loaded, {name: METHODS[name] for name in methods}, settings)["plain"]
-    if is_demo:
-        shown.time(timed.sec / timed.num_tokens * settings.max_new_tokens * len(prompts), prompts)
-    contest = Contest(loaded.model, methods, settings)
-    with bar(MofNCompleteColumn(), TimeRemainingColumn(), is_shown=not is_demo) as bars:
+        shown = _Shown(out, loaded)
+        methods = {name: shown.by(name) for name in _OF_DEMO}
+    with ExitStack() as stack:
+        if is_busy:  # whose loads are many: one table for all prompts
+            methods = stack.enter_context(beside_busy(num_cores()))
+            prompts = [each._replace(category=OVERALL) for each in prompts]
+        with working("Warming up: each method answers shortly"):
+            makers = {name: METHODS.get(name, make) for name, make in methods.items()}
+            warm_up(loaded, makers, settings)
+        answer = contest(loaded.model, methods, settings)
+        bars = stack.enter_context(
+            bar(MofNCompleteColumn(), TimeRemainingColumn(), is_shown=not is_demo)
+        )
         try:
             for number in bars.track(range(len(prompts)), description="answering"):
-                if is_demo:
+                if shown is not None:
                     shown.prompt(prompts[number])
-                results.append(contest.answer([prompts[number]], inputs[number]))
-                if is_demo:
+                results.append(answer([prompts[number]], inputs[number]))
+                if shown is not None:
                     shown.result(results[-1])
         except KeyboardInterrupt as error:
             if not results:
@@ -90,8 +96,6 @@ def compare(
     out.print(table(results, [*methods], settings.describe(), caption), crop=False)
     if any(each.answers["lade"].rows != each.answers["plain"].rows for each in results):
         out.print(f"[dim]{why_different(loaded.model)}[/dim]", soft_wrap=True)
-    if verification != "plain":
-        note_missing_table(loaded)
     if file is not None:
         summary = {
             group: {name: summarise(part, name)._asdict() for name in methods}
@@ -99,31 +103,12 @@ def compare(
         }
         how = {**describe_model(loaded), **asdict(settings), "verification": verification}
         how["interrupted"] = stopped is not None
-        _write(file, {"settings": how, "summary": summary})
+        content = {"settings": how, "summary": summary}
+        file.write_text(f"{json.dumps(content, indent=1)}\n", encoding="utf-8")
+        console.print(f"[dim]written to {file}[/dim]", soft_wrap=True)
     if stopped is not None:
         console.print(f"stopped after {len(results)} of {len(inputs)} prompts")
         raise stopped
-
-
-def compare_busy(
-    loaded: LoadedModel, prompts: Sequence[Prompt], settings: Settings, file: Path | None
-) -> None:
-    """Run `lade bench --busy`."""
-    inputs = encode_prompts(loaded, [each.text for each in prompts], settings.max_new_tokens)
-    with bar(MofNCompleteColumn(), TimeRemainingColumn()) as bars:
-        task = bars.add_task("answering", total=len(inputs))
-        warm_up(loaded, busy.METHODS, settings)
-        given = loaded.model, inputs, settings.options()
-        sums = busy.measure(*given, num_cores(), lambda: bars.advance(task))
-    Console(highlight=False).print(busy_table(sums, settings.describe()), crop=False)
-    if file is not None:
-        rows = [{**load._asdict(), **of_load.rates()} for load, of_load in sums.items()]
-        _write(file, {"settings": {**describe_model(loaded), **asdict(settings)}, "loads": rows})
-
-
-def _write(file: Path, results: dict[str, Any]) -> None:
-    file.write_text(f"{json.dumps(results, indent=1)}\n", encoding="utf-8")
-    console.print(f"[dim]written to {file}[/dim]", soft_wrap=True)
 
 
 def describe_model(loaded: LoadedModel) -> dict[str, Any]:
@@ -141,16 +126,13 @@ def describe_model(loaded: LoadedModel) -> dict[str, Any]:
 
 
 class _Shown:
-    """Shows what a demo does; a streamer of `generate`."""
+    """Shows what a demo does, the model and its check first."""
 
     def __init__(self, out: Console, loaded: LoadedModel) -> None:
-        self._out, self._loaded = out, loaded
-        self._view, self._stream = AnswerView(out), TextStream(loaded.tokenizer)
-        self._has_prompt = False  # `generate` gives prompts to streamers first
-
-    def model(self) -> None:
-        """Print the model, its check and the machine."""
-        model, out, described = self._loaded.model, self._out, describe_model(self._loaded)
+        self._out, self._view, self._stream = out, AnswerView(out), TextStream(loaded.tokenizer)
+        self._streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._streamer.on_finalized_text = self._text
+        model, described = loaded.model, describe_model(loaded)
         num_bytes = sum(weight.nbytes for weight in model.parameters())
         where = described["device"]
         if model.device.type == "cpu":
@@ -173,16 +155,8 @@ class _Shown:
         out.print(f"[bold]Verification[/bold] by {how}")
         for verification, reason in found.reasons.items():
             out.print(f"  not by {verification}: {reason}", markup=False, soft_wrap=True)
-
-    def time(self, sec: float, prompts: Sequence[Prompt]) -> None:
-        """Print about how long it takes, by the time of plain generate, and what colours mean."""
-        sec *= _TIMES
-        about = f"{sec:.0f} seconds" if sec < 100 else f"{sec / 60:.0f} minutes"
-        what = f"{len(prompts)} prompts are" if len(prompts) > 1 else "The prompt is"
-        line = f"{what} answered by three methods, which takes about {about}."
-        self._out.print(f"\n{line}", soft_wrap=True)
-        if self._out.is_terminal:
-            self._out.print(Text.assemble(("Green", DRAFTED), _LEGEND))
+        if out.is_terminal:
+            out.print(Text.assemble("\n", ("Green", DRAFTED), _LEGEND))
 
     def prompt(self, prompt: Prompt) -> None:
         """Print the beginning of a prompt below a line."""
@@ -192,36 +166,30 @@ class _Shown:
         self._out.print(Text(cut, style="italic"), soft_wrap=not self._out.is_terminal)
 
     def by(self, name: str) -> Callable[[], Method]:
-        """Return a maker of a method that shows its answers below a title."""
+        """Return a maker of a method that shows its answers below its name."""
         method = METHODS[name]()
-        options = {"on_step": self.step} if name == "lade" else {"streamer": self}
+        options: Any = {"streamer": self._streamer}
+        if name == "lade":
+            options = {"on_step": self._step}
 
         def answer(model: Any, inputs: dict[str, Any], given: dict[str, Any]) -> Answer:
-            self._out.print(f"\n[bold]{_TITLES[name]}[/bold]")
-            self._has_prompt = False
+            self._out.print(f"\n[bold]{name}[/bold]")
             found = method(model, inputs, {**given, **options})
             self._view.write(self._stream.end() + "\n")
             return found
 
         return lambda: answer
 
-    def put(self, value: torch.Tensor) -> None:
-        """Show tokens of `generate`'s, dimmed."""
-        for token_id in value.flatten().tolist() if self._has_prompt else ():
-            self._view.write(self._stream.put(token_id), "dim")
-        self._has_prompt = True
+    def _text(self, text: str, stream_end: bool = False) -> None:
+        self._view.write(text, "dim")
 
-    def end(self) -> None:
-        """Have no more tokens; the method's end shows the rest."""
-
-    def step(self, step: Step) -> None:
+    def _step(self, step: Step) -> None:
         """Show the tokens of a step, drafted tokens in a colour."""
         for index, token_id in enumerate(step.token_ids):
             self._view.write(self._stream.put(token_id), DRAFTED * (index < step.num_accepted))
 
     def result(self, result: Result) -> None:
         """Hold the methods' answers to a prompt against plain's."""
-        sides = [Side(name, each.rows[0], each.sec) for name, each in result.answers.items()]
-        for line in compared(sides):
+        for line in compared(result.answers):
             self._out.print(Text(line, style="dim"), soft_wrap=True)
         self._out.print()

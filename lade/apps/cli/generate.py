@@ -1,4 +1,4 @@
-"""`lade generate`, one answer, streamed; `lade chat`, a conversation; prompts of all commands."""
+"""`lade generate`, one answer, streamed; `lade chat`; `lade prewarm`; prompts of all commands."""
 
 import sys
 from collections.abc import Sequence
@@ -10,54 +10,23 @@ from typing import Any
 import torch
 from platformdirs import user_data_path
 from rich.console import Console
+from rich.progress import TimeRemainingColumn
 
 import lade
 from lade.apps.chat.conversation import Conversation
 from lade.apps.cli import replacing
-from lade.apps.cli.loading import check, console, note
-from lade.apps.cli.options import DraftOptions, check_text
-from lade.apps.cli.prewarm import note_idle_prewarming
+from lade.apps.cli.loading import bar, check, console, note, tell
+from lade.apps.cli.options import DraftOptions
 from lade.errors import UserError
-from lade.hf.call import predicted_ids
 from lade.models.loading import LoadedModel
 from lade.models.prompts import check_system, encode_messages, num_tokens_after
 from lade.models.settings import Settings
 from lade.models.stream import TextStream, without_controls
 from lade.prewarming.idle import IdlePrewarming
+from lade.prewarming.run import Prewarmed, prewarm
+from lade.prewarming.tables import path_of_table, seconds_of
 from lade.stats import Step
-
-
-def encode_prompt(
-    loaded: LoadedModel, text: str, *, system: str | None = None, is_raw: bool = False
-) -> dict[str, Any]:
-    """Return `input_ids` and `attention_mask` of a prompt, int64 [1, num_tokens].
-
-    Raises:
-        UserError: the prompt has no token, or the chat template takes no system prompt.
-    """
-    check_text(text, is_raw=is_raw)
-    messages = [{"role": "user", "content": text}]
-    if system is not None:
-        check_system(loaded, system)
-        messages.insert(0, {"role": "system", "content": system})
-    return encode_messages(loaded, messages, is_raw=is_raw)
-
-
-def max_answer_tokens(model: Any, num_prompt_tokens: int, max_new_tokens: int) -> int:
-    """Return how many tokens the answer may have; print a note if the positions run out.
-
-    Raises:
-        ContextLengthError: the prompt alone is too long.
-    """
-    num_left = num_tokens_after(model, num_prompt_tokens)
-    if num_left is None or num_left >= max_new_tokens:
-        return max_new_tokens
-    limit = num_left + num_prompt_tokens - 1
-    note(
-        f"{type(model).__name__} has positions for {limit:,} tokens: the answer ends after "
-        f"{num_left:,} at the latest"
-    )
-    return num_left
+from ngram_pool import NGramPool
 
 
 def encode_prompts(
@@ -68,10 +37,10 @@ def encode_prompts(
     Raises:
         UserError: a prompt does not fit, or has no token; nothing was generated.
     """
-    inputs = [encode_prompt(loaded, text) for text in texts]
+    inputs = [encode_messages(loaded, [{"role": "user", "content": text}]) for text in texts]
     longest = max(each["input_ids"].shape[1] for each in inputs)
-    num_left = max_answer_tokens(loaded.model, longest, max_new_tokens)
-    if num_left < max_new_tokens:
+    num_left = num_tokens_after(loaded.model, longest)
+    if num_left is not None and num_left < max_new_tokens:
         raise UserError(
             f"expected --max-new-tokens of at most {num_left} after the longest prompt, "
             f"got {max_new_tokens}"
@@ -80,23 +49,33 @@ def encode_prompts(
 
 
 def run(
-    inputs: dict[str, Any],
-    stops: Sequence[str],
     loaded: LoadedModel,
+    prompt: str,
     settings: Settings,
     drafting: DraftOptions,
-    prediction: str | None = None,
+    *,
+    system: str | None,
+    is_raw: bool,
+    stops: Sequence[str],
+    prediction: str | None,
 ) -> None:
     """Print the answer to standard output and a line of figures to standard error."""
-    num_left = max_answer_tokens(
-        loaded.model, inputs["input_ids"].shape[1], settings.max_new_tokens
-    )
-    options = replace(settings, max_new_tokens=num_left).options()
-    if stops:
-        options |= {"stop_strings": [*stops], "tokenizer": loaded.tokenizer}
-    predicted = None if prediction is None else predicted_ids(prediction, loaded.tokenizer)
+    messages, tokenizer = [{"role": "user", "content": prompt}], loaded.tokenizer
+    if system is not None:
+        check_system(loaded, system)
+        messages.insert(0, {"role": "system", "content": system})
+    inputs = encode_messages(loaded, messages, is_raw=is_raw)
+    num_prompt = inputs["input_ids"].shape[1]
+    num_left = num_tokens_after(loaded.model, num_prompt)
+    if num_left is not None and num_left < settings.max_new_tokens:
+        note(
+            f"{type(loaded.model).__name__} has positions for {num_left + num_prompt - 1:,} "
+            f"tokens: the answer ends after {num_left:,} at the latest"
+        )
+        settings = replace(settings, max_new_tokens=num_left)
+    options = {**settings.options(), "tokenizer": tokenizer, "stop_strings": [*stops] or None}
     check(loaded)
-    stream = TextStream(loaded.tokenizer)
+    stream = TextStream(tokenizer)
 
     def show(step: Step) -> None:
         _show("".join(map(stream.put, step.token_ids)))
@@ -111,7 +90,7 @@ def run(
                 **options,
                 on_step=show,
                 pool=pools,
-                prediction=predicted,
+                prediction=prediction,
                 return_dict_in_generate=True,
             )
         except KeyboardInterrupt:
@@ -154,3 +133,43 @@ def run_chat(
             stack.callback(idle.close)
             note_idle_prewarming(idle)
         terminal.run()
+
+
+# --- lade prewarm ---------------------------------------------------------------------------
+
+
+def run_prewarm(loaded: LoadedModel, seconds: float) -> None:
+    """Build or extend a model's table; print its size, even after an interruption."""
+    tell("Checking how the model verifies drafts")
+    try:
+        with bar(TimeRemainingColumn()) as bars:
+            task = bars.add_task("", total=seconds)
+
+            def show(made: Prewarmed) -> None:
+                speed = made.num_tokens / max(made.seconds, 1e-9)
+                text = f"{made.num_contexts:,} contexts ({speed:,.0f} tokens/s)"
+                bars.update(task, description=text, completed=made.seconds)
+
+            prewarm(loaded.model, seconds, progress=show)
+    finally:
+        path = path_of_table(loaded.model)
+        if path.exists():
+            table = NGramPool.load(path, read_only=True)
+            Console(highlight=False).print(
+                f"{table.num_contexts:,} contexts in {seconds_of(table):,.0f} seconds of all runs; "
+                f"{path.stat().st_size / 10**6:.1f} MB"
+            )
+            console.print(
+                f"[dim]kept in {path}, and used with this model from now on; another run "
+                "adds to it[/dim]",
+                soft_wrap=True,
+            )
+
+
+def note_idle_prewarming(idle: IdlePrewarming) -> None:
+    """Say that a model is prewarmed while it waits, and for how long."""
+    text = "The table of its likely tokens is complete"
+    if left := idle.minutes_left:
+        text = f"While it waits, the model writes its table of likely tokens, for {left:.0f} "
+        text += "minutes in all"
+    console.print(f"[dim]{text}.[/dim]", soft_wrap=True)

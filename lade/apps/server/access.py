@@ -2,15 +2,14 @@
 
 import hashlib
 import json
-import os
 import re
 import socket
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from ipaddress import ip_address, ip_network
+from ipaddress import ip_address
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lade.apps.server.errors import ApiError
 from lade.apps.server.requests import Asked
@@ -93,18 +92,6 @@ def _owner_of(line: str, number: int) -> KeyOwner:
     return KeyOwner(key, None if "*" in corpora else corpora, "admin" in rights, "alone" in rights)
 
 
-def origin_of(peer: Sequence[Any] | None) -> str:
-    """Return the address of a client, of IPv6 its /64 network, for limits without keys.
-
-    A single subscriber has all of a /64, and may use another address for each request.
-    """
-    if not peer:  # it has left
-        return ""
-    found = ip_address(peer[0])
-    is_old = getattr(found, "ipv4_mapped", found)
-    return str(is_old or ip_network((int(found), 64), strict=False))
-
-
 def is_local(address: str) -> bool:
     """Return whether an address can be reached from this machine alone."""
     if address == "localhost":
@@ -115,8 +102,8 @@ def is_local(address: str) -> bool:
         return False
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """Return a socket at an address and port, 0 for a free one; it does not listen yet.
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address and port, 0 for a free one.
 
     Raises:
         UserError: another program listens there, or the address is none of this machine.
@@ -124,41 +111,29 @@ def bound(host: str, port: int) -> socket.socket:
     if not host:  # which would let everybody in
         raise UserError("expected an address to listen at, got ''")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family)
     try:
-        if os.name == "posix":  # elsewhere, two programs could listen
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        made.bind((host, port))
+        return socket.create_server((host, port), family=family)
     except OSError as error:
-        made.close()
         raise UserError(f"cannot listen at {host}:{port}: {error.strerror}") from None
-    return made
 
 
-def names_of(address: str, more: Iterable[str] = ()) -> Container[str] | None:
-    """Return the names, in lower case, that clients may use; None for any.
+def is_known(header: str, address: str, more: Sequence[str]) -> bool:
+    """Return whether a `Host` header, with a port or without, is one that clients may use.
 
     The owner of another site may point its name at this machine (DNS rebinding). A browser then
     lets that site's pages read answers of this server, by requests with that name as host.
 
     Args:
-        address: address to listen at. One that other machines reach may have any name.
+        header: of a request.
+        address: address that the server listens at. One that other machines reach may have any
+            name.
         more: names given by the operator.
     """
-    more = [*more]
     if not (is_local(address) or more):
-        return None
-    return {name.lower() for name in (*more, *_LOCAL, address)}
-
-
-def is_known(header: str, names: Container[str] | None) -> bool:
-    """Return whether a `Host` header, with a port or without, has one of some names."""
-    if names is None:
         return True
     end = header.find("]") + 1 if header.startswith("[") else header.find(":")
-    return (header if end < 0 else header[:end]).lower() in names
+    host = (header if end < 0 else header[:end]).lower()
+    return host in {name.lower() for name in (*_LOCAL, address, *more)}
 
 
 # --- pools ----------------------------------------------------------------------------------

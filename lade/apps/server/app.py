@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import uvicorn
 
-from lade.apps.server.access import bound, names_of
+from lade.apps.server.access import listening
 from lade.apps.server.options import ServerOptions
 from lade.apps.server.routes import Routes
 from lade.batcher import Batcher
@@ -70,20 +70,18 @@ class Server(uvicorn.Server):
         loaded = loaded._replace(name=self.name)
         self._grace_sec, self._thread = options.grace_sec, threading.Thread(target=self._run)
         with ExitStack() as stack:
-            # Listen only when requests can be answered.
-            self._socket = stack.enter_context(bound(host, port))
             sizes = options.max_batch_size, options.max_batch_tokens
             batcher = Batcher(loaded.model, max_batch_size=sizes[0], max_batch_tokens=sizes[1])
             batcher.run(partial(warm_up, loaded.model, num_rows=2, config=options.config))
-            hosts = names_of(host, options.allowed_hosts)
-            self._routes = Routes(loaded, self.name, batcher.engine, options, hosts)
+            self._routes = Routes(loaded, self.name, batcher.engine, options, host)
             self.keys, self._engine = self._routes.keys, batcher.engine
             stack.callback(self._routes.pools.close)
             self.idle: IdlePrewarming | None = None
             if options.prewarms:
                 self.idle = IdlePrewarming(loaded.model, lambda: self._routes.is_idle)
                 stack.callback(self.idle.close)
-            self._socket.listen()
+            # Only now can requests be answered.
+            self._socket = stack.enter_context(listening(host, port))
             self._stack = stack.pop_all()
         address, port, *_ = self._socket.getsockname()
         self.url = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"

@@ -5,10 +5,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, field
 from time import perf_counter, time
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 from lade.apps.server.access import KeyOwner
@@ -18,38 +17,28 @@ from lade.config import Config
 from lade.hf.pools import Pools
 from lade.stats import DecodeStats
 
-
-class OnePrompt(NamedTuple):
-    """One prompt of a request, ready for the model."""
-
-    inputs: Any  # `input_ids` and `attention_mask`, [1, num_tokens]
-    options: Any  # a GenerationConfig
-    parser: Any = None  # of its answers, in the state before their first token
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return int(self.inputs["input_ids"].shape[1])
-
-
 _MOST_NAMES = 64  # most fields that a header names, and most characters of each
 
 
 @dataclass(eq=False)
 class OneAnswer:
-    """One answer to a request; only the thread that generates it writes to it."""
+    """One answer to a prompt of a request; only the thread that generates it writes to it."""
 
     index: int  # among the answers to the request
-    prompt: OnePrompt
+    inputs: Any  # `input_ids` and `attention_mask` of its prompt, [1, num_tokens]
+    options: Any  # a GenerationConfig
     seed: int | None
-    grammar: Any  # the answer advances it
-    parser: Any  # divides text into content, thoughts and calls; None if all is content
     future: "Future[None] | None" = None  # the engine's; None before the answer is submitted
     admitted: float | None = None
     first_token: float | None = None
     last_token: float | None = None
     token_ids: list[int] = field(default_factory=list)
     stats: DecodeStats | None = None  # None until the answer is complete
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of its prompt."""
+        return int(self.inputs["input_ids"].shape[1])
 
 
 @dataclass(eq=False)
@@ -76,12 +65,12 @@ class Exchange:
     is_private: bool = True  # whether nothing is kept for later requests
     # Set once it is prepared.
     config: Config = field(default_factory=Config)
-    prompts: Sequence[OnePrompt] = ()
+    answers: list[OneAnswer] = field(default_factory=list)  # to each prompt in turn
+    parser: Any = None  # divides answers into content, thoughts and calls; None if all is content
     prediction: list[int] | None = None  # token ids of the prediction, or of calls of its tools
     tokens: Any = None  # knows the bytes of each token; None without log-probabilities
     grammar: Any = None  # of its answers, in its first state
-    # Set at its turn.
-    answers: list[OneAnswer] = field(default_factory=list)
+    num_left: int = 1  # answers that were submitted and are not finished; 1 before
     watch: "asyncio.Task[None] | None" = None  # ends the exchange if the client leaves
     # Choices of a stream, one for each step of an answer. An empty one comes when an answer begins,
     # and None after the last choice of all answers.
@@ -92,33 +81,17 @@ class Exchange:
     def __post_init__(self) -> None:
         message = f"the answer took longer than {self.timeout_sec:g} seconds"
         late = ApiError(504, message, code="timeout", closes=True)
-        self._timer, self._num_left = self.loop.call_later(self.timeout_sec, self.end, late), 0
-
-    @property
-    def num_answers(self) -> int:
-        """Number of answers to all prompts."""
-        return len(self.prompts) * (self.asked.n or 1)
+        self._timer = self.loop.call_later(self.timeout_sec, self.end, late)
 
     @property
     def num_prompt_tokens(self) -> int:
         """Number of tokens of all prompts."""
-        return sum(prompt.num_tokens for prompt in self.prompts)
+        return sum(one.num_prompt_tokens for one in self.answers[:: self.asked.n or 1])
 
     @property
     def without_effect(self) -> str:
         """Names of fields of the request that have no effect, safe for headers and logs."""
         return ", ".join(quote(name[:_MOST_NAMES]) for name in self.ignored[:_MOST_NAMES])
-
-    def make_answers(self) -> None:
-        """Make the answers, each with the next seed."""
-        seed, self._num_left = self.asked.seed, self.num_answers
-        for prompt in self.prompts:
-            for index in range(self.asked.n or 1):
-                grammar = None if self.grammar is None else self.grammar.deep_copy()
-                of_answer, parser = None if seed is None else seed + index, deepcopy(prompt.parser)
-                self.answers.append(
-                    OneAnswer(len(self.answers), prompt, of_answer, grammar, parser)
-                )
 
     def end(self, error: ApiError) -> None:
         """End the exchange before its next token or its turn; the first reason is kept."""
@@ -131,8 +104,8 @@ class Exchange:
 
     def finish(self) -> None:
         """Finish after the last answer; called in the event loop for each answer."""
-        self._num_left -= 1
-        if self._num_left <= 0:
+        self.num_left -= 1
+        if self.num_left <= 0:
             self._timer.cancel()
             if self.watch is not None:
                 self.watch.cancel()

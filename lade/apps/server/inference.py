@@ -5,15 +5,14 @@ import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from copy import deepcopy
 from dataclasses import replace
-from functools import lru_cache
 from itertools import repeat
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from lade.apps.server.answers import NULLS, Json, add
@@ -33,11 +32,6 @@ logger = logging.getLogger(__name__)
 
 # JSON has no number for minus infinity.
 _LOWEST_LOGPROB = -9999.0
-# Tokens of a block. The maxima of blocks are compared first: 20 of 49,152 take 0.05 ms, not 0.46.
-_BLOCK = 128
-_ROWS = 64  # tokens of a prompt whose log-probabilities are sent together
-# Size of an answer's cache of token names; making a name takes some microseconds.
-_NAMED = 2**12
 
 
 def end_exchange(exchange: Exchange, future: Future[None]) -> None:
@@ -61,16 +55,17 @@ def answer(
     asked, relay = exchange.asked, _Relay(exchange, one, loaded.tokenizer)
     if relay.echoes:
         relay.echo(loaded.model)
-    if not one.prompt.options.max_new_tokens:
+    if not one.options.max_new_tokens:
         one.stats = DecodeStats()
         relay.finish()
         return
     processors = LogitsProcessorList()
     penalties = asked.presence_penalty or 0.0, asked.frequency_penalty or 0.0
     if any(penalties):
-        processors.append(_Penalties(*penalties, one.prompt.num_tokens))
-    if one.grammar is not None:
-        processors.append(GrammarProcessor(one.grammar, one.prompt.num_tokens))
+        processors.append(_Penalties(*penalties, one.num_prompt_tokens))
+    if exchange.grammar is not None:
+        grammar = exchange.grammar.deep_copy()  # which the answer advances
+        processors.append(GrammarProcessor(grammar, one.num_prompt_tokens))
 
     def run(model: Any, input_ids: Tensor, **prepared: Any) -> Any:
         if asked.num_logprobs is not None:  # first, as penalties and grammars change scores
@@ -90,8 +85,8 @@ def answer(
     # A fresh seed: the client of an earlier request knows how its random numbers go on.
     torch.manual_seed(secrets.randbits(63) if one.seed is None else one.seed)
     output = loaded.model.generate(
-        **one.prompt.inputs,
-        generation_config=one.prompt.options,
+        **one.inputs,
+        generation_config=one.options,
         logits_processor=processors,
         stopping_criteria=StoppingCriteriaList([relay] if relay.decides else []),
         custom_generate=run,
@@ -148,7 +143,7 @@ class _Relay:
     """
 
     def __init__(self, exchange: Exchange, one: OneAnswer, tokenizer: Any) -> None:
-        self._exchange, self._answer, self._parser = exchange, one, one.parser
+        self._exchange, self._answer, self._parser = exchange, one, deepcopy(exchange.parser)
         asked = exchange.asked
         self._is_chat = asked.is_chat
         self._stream = TextStream(tokenizer, skips_special=self._parser is None)
@@ -163,14 +158,12 @@ class _Relay:
         self.record = _Record()
         # Characters of all text, and of the text that no stop string can take back.
         self._num_chars = self._num_shown = 0
-        # Tokens of this step, with start and end of their text. Then tokens whose text is not shown
-        # yet: start, end, text, and the log-probabilities to send.
-        self._new = list[tuple[int, int, int]]()
+        # Tokens whose text is not shown yet: its start and end, their text, and the
+        # log-probabilities to send.
         self._waiting = deque[tuple[int, int, str, Any]]()
-        self._named = lru_cache(_NAMED)(self._name)
         self._delta: Json = {}
         self._num_calls = 0
-        ends = one.prompt.options.eos_token_id
+        ends = one.options.eos_token_id
         self._ends = frozenset([ends] if isinstance(ends, int) else ends or ())
         self._silent = frozenset[int]()  # tokens without text
         if (parser := self._parser) is not None:  # it sees special tokens that are marks
@@ -189,22 +182,20 @@ class _Relay:
     @torch.no_grad()
     def echo(self, model: Any) -> None:
         """Send the prompt first, with the log-probabilities of its tokens but the first."""
-        input_ids = self._answer.prompt.inputs["input_ids"]
+        input_ids = self._answer.inputs["input_ids"]
         first, *others = input_ids[0].tolist()
+        asks, self._num_top = self._num_top, None  # of the first token, nothing is known
         self._read(self._text_of(first))
-        asks = self._num_top is not None
-        if asks:
-            _, start, end = self._new.pop()
-            self._waiting.append((start, end, self._named(first)["token"], (None, None)))
-        rows: Iterable[Any] = _logits_of(model, input_ids) if asks else repeat(None)
+        if asks is not None:
+            self._num_top = asks
+            named = self._named(first)["token"]
+            self._waiting.append((0, self._num_chars, named, (None, None)))
+        rows: Iterable[Any] = repeat(None) if asks is None else _logits_of(model, input_ids)
         for token_id, row in zip(others, rows, strict=False):  # the last foretells the answer
-            self._read(self._text_of(token_id))
-            if asks:
+            self._exchange.check()
+            if row is not None:
                 self.record.rows.append(row.float().log_softmax(-1))
-            if len(self._new) == _ROWS:
-                self._exchange.check()
-                self._describe()
-        self._describe()
+            self._read(self._text_of(token_id))
 
     def _put(self, token_id: int) -> None:
         self._exchange.check()
@@ -214,28 +205,18 @@ class _Relay:
         self._read(self._cutter.feed(self._text_of(token_id)))
 
     def _text_of(self, token_id: int) -> str:
-        """Return the text that a token adds, and note the token for its log-probability."""
+        """Return the text that a token adds, and note its log-probabilities, as OpenAI does."""
         text = "" if token_id in self._silent else self._stream.put(token_id)
         start, self._num_chars = self._num_chars, self._num_chars + len(text)
-        if self._num_top is not None:
-            self._new.append((token_id, start, self._num_chars))
+        if self._num_top is None:
+            return text
+        row = self.record.rows.popleft().clamp_min(_LOWEST_LOGPROB)
+        # Special tokens are not in the answer; of a prompt, clients count them.
+        if self.echoes or token_id not in self._special:
+            values, others = row.topk(min(self._num_top, len(row)))
+            mine, top = float(row[token_id]), [*zip(others.tolist(), values.tolist(), strict=True)]
+            self._waiting.append((start, self._num_chars, *self._written(token_id, mine, top)))
         return text
-
-    def _describe(self) -> None:
-        """Note the log-probabilities of a step's tokens, as OpenAI does."""
-        if not self._new:
-            return
-        rows = torch.stack([self.record.rows.popleft() for _ in self._new])
-        token_ids = torch.tensor(
-            [token_id for token_id, *_ in self._new], dtype=torch.int64, device=rows.device
-        )
-        chosen = rows.gather(1, token_ids[:, None]).clamp_min(_LOWEST_LOGPROB).tolist()
-        tops = _likeliest(rows, self._num_top or 0)
-        for (token_id, start, end), (mine,), top in zip(self._new, chosen, tops, strict=True):
-            # Special tokens are not in the answer; of a prompt, clients count them.
-            if self.echoes or token_id not in self._special:
-                self._waiting.append((start, end, *self._written(token_id, mine, top)))
-        self._new.clear()
 
     def _written(
         self, token_id: int, mine: float, top: Iterable[tuple[int, float]]
@@ -247,7 +228,7 @@ class _Relay:
         others = [{**self._named(each), "logprob": logprob} for each, logprob in top]
         return named["token"], {**named, "top_logprobs": others}
 
-    def _name(self, token_id: int) -> Json:
+    def _named(self, token_id: int) -> Json:
         """Return a token's text and bytes, as the log-probabilities of chats have them."""
         data: bytes = self._exchange.tokens.decode_bytes([token_id])
         return {"token": data.decode(errors="replace"), "bytes": [*data]}
@@ -274,7 +255,6 @@ class _Relay:
 
     def _send(self, *, is_last: bool = False) -> None:
         """Send the new text of a step in one event, which hides its number of tokens."""
-        self._describe()
         exchange, delta = self._exchange, self._delta
         if not (delta or is_last):
             return
@@ -333,19 +313,3 @@ def _logits_of(model: Any, input_ids: Tensor) -> Iterator[Tensor]:
         (logits,) = call.run([Part(object(), model, inputs, undo=cache.reset, num_committed=1)])
         yield from logits[0]
         start += num
-
-
-def _likeliest(rows: Tensor, num: int) -> list[list[tuple[int, float]]]:
-    """Return of each row [n, vocab_size] the tokens of its largest values, and these, in order."""
-    size = rows.shape[1]
-    num = min(num, size)
-    if not num or size < num * 2 * _BLOCK:
-        values, token_ids = rows.topk(num)
-    else:  # one of the first is in one of the blocks whose first are the first
-        blocks = pad(rows, (0, -size % _BLOCK), value=-torch.inf).view(len(rows), -1, _BLOCK)
-        kept = blocks.amax(-1).topk(num).indices
-        among = blocks.gather(1, kept[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
-        values, indices = among.topk(num)
-        token_ids = kept.gather(1, indices // _BLOCK) * _BLOCK + indices % _BLOCK
-    pairs = zip(token_ids.tolist(), values.clamp_min(_LOWEST_LOGPROB).tolist(), strict=True)
-    return [[*zip(*each, strict=True)] for each in pairs]

@@ -11,7 +11,7 @@ import llguidance
 import torch
 
 from lade.apps.server.errors import ApiError
-from lade.apps.server.exchange import Exchange, OnePrompt
+from lade.apps.server.exchange import Exchange, OneAnswer
 from lade.apps.server.grammars import Grammars
 from lade.apps.server.options import ServerOptions
 from lade.apps.server.requests import Asked, Chat, Completion, Message, wrong
@@ -47,7 +47,7 @@ class Preparing:
         self._lock = threading.Lock()  # tokenizers change settings, which is not thread-safe
 
     def prepare(self, exchange: Exchange) -> None:
-        """Set an exchange's config, prompts and prediction.
+        """Set an exchange's config, answers and prediction.
 
         Raises:
             ApiError: the request makes no prompt, or one that is too long.
@@ -69,19 +69,19 @@ class Preparing:
         except Exception as error:  # templates and tokenizers raise anything
             message = "expected a request that makes a prompt"
             raise ApiError(400, str(error) if isinstance(error, UserError) else message) from error
-        prompts = [
-            OnePrompt(inputs, self._generation(asked, inputs["input_ids"].shape[1]))
-            for inputs in given
-        ]
+        for inputs in given:
+            options = self._generation(asked, inputs["input_ids"].shape[1])
+            for number in range(asked.n or 1):  # each with the next seed
+                seed = None if asked.seed is None else asked.seed + number
+                exchange.answers.append(OneAnswer(len(exchange.answers), inputs, options, seed))
         if chat is not None:
             if chat.tools and chat.prediction is None and chat.speculation is not False:
                 with Attempt():  # a template may refuse a call that no answer would contain
                     calls = tool_calls(self._tokenizer, chat.tools[:_MOST_TOOLS])
                     prediction = self._predicted(calls)
-            (prompt,) = prompts
-            text = self._tokenizer.decode(prompt.inputs["input_ids"][0])
-            prompts = [prompt._replace(parser=parser_of(self._loaded, text, chat.tools))]
-        exchange.ignored, exchange.prompts, exchange.prediction = ignored, prompts, prediction
+            text = self._tokenizer.decode(given[0]["input_ids"][0])
+            exchange.parser = parser_of(self._loaded, text, chat.tools)
+        exchange.ignored, exchange.prediction = ignored, prediction
         exchange.tokens = None if asked.num_logprobs is None else self.grammars.tokens
 
     def grammar(self, exchange: Exchange, tenant: str) -> llguidance.LLMatcher:
@@ -102,7 +102,7 @@ class Preparing:
                 return made
         form = self._call_form
         if form is not None:  # then there is a parser
-            thinks = exchange.prompts[0].parser.is_thinking
+            thinks = exchange.parser.is_thinking
             form = form._replace(thoughts=None) if thinks is False else form
         if form is None or (thinks and form.thoughts is None):
             reason = "not supported: the model's chat template does not tell how calls are written"

@@ -104,7 +104,7 @@ class Metrics:
             for position, number in enumerate(stats.accepted_by_depth):
                 self._accepted_at.labels(self._name, str(position)).inc(number)
             if not exchange.is_private:
-                counts["prefix_cache_queries"] = one.prompt.num_tokens
+                counts["prefix_cache_queries"] = one.num_prompt_tokens
                 counts["prefix_cache_hits"] = stats.num_reused_tokens
         for name, count in counts.items():
             self._counters[name].inc(count)

@@ -6,7 +6,7 @@ Errors have OpenAI's form. A request is prepared in threads, waits for its turn,
 
 import asyncio
 import logging
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter, time
 from typing import Any
@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lade.apps.server.access import ApiKeys, KeyOwner, UserPools, is_known, origin_of
+from lade.apps.server.access import ApiKeys, KeyOwner, UserPools, is_known
 from lade.apps.server.answers import events, whole
 from lade.apps.server.errors import ApiError, failed
 from lade.apps.server.exchange import Exchange
@@ -46,7 +46,7 @@ class Routes:
         loaded, engine: the model, and the engine that runs its calls.
         name: the model's name in the API.
         options: the server's settings.
-        hosts: host names that requests may have; None for any.
+        host: address that the server listens at.
 
     Attributes:
         keys: the API keys.
@@ -59,9 +59,9 @@ class Routes:
         name: str,
         engine: Engine,
         options: ServerOptions,
-        hosts: Container[str] | None,
+        host: str,
     ) -> None:
-        self._name, self._options, self._hosts = name, options, hosts
+        self._name, self._options, self._host = name, options, host
         self.keys = ApiKeys(options.api_keys)
         self.pools = UserPools(loaded, options)
         self._preparing = Preparing(loaded, options)
@@ -106,7 +106,10 @@ class Routes:
         """Serve one request, and note its outcome in log and metrics."""
         begin, status = perf_counter(), 0
         lengths = {b"content-length", b"transfer-encoding"} - {name for name, _ in scope["headers"]}
-        app: ASGIApp = self._app if lengths else _of_two_lengths
+        app: ASGIApp = self._app
+        if not lengths:  # a proxy may take the rest for another request
+            error = ApiError(400, "expected one length of the body, got two", closes=True)
+            app = await _refused(Request(scope), error)
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -162,7 +165,8 @@ class Routes:
     def _identified(self, request: Request) -> KeyOwner:
         """Return the owner of a request, after its host name and key were checked."""
         # A page in a browser may reach this server by a name of its own (DNS rebinding).
-        if not is_known(request.headers.get("host", ""), self._hosts):
+        header, more = request.headers.get("host", ""), self._options.allowed_hosts
+        if not is_known(header, self._host, more):
             raise ApiError(421, "expected a Host header that this server is known by")
         return self.keys.identify(request.headers)
 
@@ -175,7 +179,7 @@ class Routes:
             raise ApiError(415, "expected Content-Type: application/json")
         if headers.get("content-encoding", "identity") != "identity":
             raise ApiError(415, "expected a body without Content-Encoding")
-        of_whom = owner.key or origin_of(request.scope["client"])
+        of_whom = owner.key or (request.client.host if request.client else "")
         knows_kept = bool(owner.key) or options.shares_pool
         asks = owner, of_whom, knows_kept, self._name
         exchange = Exchange(*asks, options.timeout_sec, self._over)
@@ -230,16 +234,16 @@ class Routes:
 
     async def _begin(self, exchange: Exchange) -> None:
         """Submit the answers, unless too many of the key wait; return at the first turn."""
-        engine, owner, num = self._engine, exchange.of_whom, exchange.num_answers
+        engine, owner, num = self._engine, exchange.of_whom, len(exchange.answers)
         num_waiting, num_before = engine.num_waiting(owner), engine.num_waiting()
         has_free_slot = engine.num_running + num_before + num <= engine.max_running
         if num_waiting + num > self._options.max_queue and not has_free_slot:
             message = f"{num_waiting} requests are waiting already; try again later"
             raise ApiError(429, message, code="queue_full")
         exchange.check()
-        exchange.make_answers()
+        exchange.num_left = num
         for one in exchange.answers:
-            num_tokens = one.prompt.num_tokens + one.prompt.options.max_new_tokens
+            num_tokens = one.num_prompt_tokens + one.options.max_new_tokens
             call = partial(answer, exchange, one, self._loaded, self._options.drafter)
             one.future = engine.submit(call, num_tokens, owner).future
             one.future.add_done_callback(partial(end_exchange, exchange))
@@ -283,12 +287,6 @@ async def _watch(exchange: Exchange, request: Request) -> None:
 def _left() -> ApiError:
     """Return the error of a client that has left; logs call it 499."""
     return ApiError(499, "the client has left")
-
-
-async def _of_two_lengths(scope: Scope, receive: Receive, send: Send) -> None:
-    """Refuse a request with two lengths: a proxy may take the rest for another request."""
-    error = ApiError(400, "expected one length of the body, got two", closes=True)
-    await (await _refused(Request(scope), error))(scope, receive, send)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -4,18 +4,16 @@ import copy
 import gc
 import sys
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast
-from transformers.generation import candidate_generator as hf
+from transformers import PreTrainedTokenizerFast
 
 import lade
-from lade.drafters import AssistantModel, CallPool, Candidates, FirstLayers, Merged
+from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
 from tests.chi_square import FALSE_ALARM, p_value
 from tests.grids import thinned
 from tests.lade.both import ONE, THREE, answered, same_as_generate
@@ -142,7 +140,7 @@ def test_first_layers_of_every_architecture_keep_its_text_and_the_model(name: st
     assert model.config.to_dict() == settings
 
 
-# --- candidate generators -------------------------------------------------------------------
+# --- tokenizers and schedules ---------------------------------------------------------------
 
 
 def words(ids: list[int]) -> Any:
@@ -161,47 +159,6 @@ def reversed_twin(model: Any) -> Any:
     for layer in (twin.get_input_embeddings(), twin.get_output_embeddings()):
         layer.weight.data = layer.weight.data.flip(0).clone()
     return twin
-
-
-def config_for(call: Any, **options: Any) -> GenerationConfig:
-    return GenerationConfig(max_length=call.max_length, min_length=0, **options)
-
-
-def early_exit(call: Any, input_ids: Any, processors: Any) -> Any:
-    twin, config = copy.deepcopy(call.model), config_for(call, assistant_early_exit=2)
-    return hf.EarlyExitCandidateGenerator(input_ids, twin, config, {}, logits_processor=processors)
-
-
-def universal(call: Any, input_ids: Any, processors: Any) -> Any:
-    assistant = reversed_twin(call.model)
-    translator = hf.AssistantToTargetTranslator(MINE, THEIRS, 97, assistant)
-    return hf.UniversalSpeculativeDecodingGenerator(
-        *(input_ids, assistant, MINE, THEIRS, config_for(call, do_sample=False), {}, translator)
-    )
-
-
-def looked_up(call: Any, input_ids: Any, processors: Any) -> Any:
-    return hf.PromptLookupCandidateGenerator(max_length=call.max_length, num_output_tokens=4)
-
-
-def assisted(call: Any, input_ids: Any, processors: Any, do_sample: bool = False) -> Any:
-    twin, config = copy.deepcopy(call.model), config_for(call, do_sample=do_sample)
-    return hf.AssistedCandidateGenerator(input_ids, twin, config, {}, logits_processor=processors)
-
-
-# Draws from the generator that the text is drawn from.
-sampling = partial(assisted, do_sample=True)
-
-
-@pytest.mark.parametrize("make", [assisted, early_exit, universal, looked_up, sampling])
-def test_a_generator_changes_no_text(make: Callable[..., Any]) -> None:
-    model, num_drafted = shared_model("llama", seed=1), 0
-    for drafter in (Candidates(make), Merged([CallPool(), Candidates(make)])):
-        for do_sample in (False, True):
-            options: dict[str, Any] = {"do_sample": do_sample, "max_new_tokens": 30}
-            _, got = same_as_generate(model, ONE, drafter=drafter, config=EIGHT, **options)
-            num_drafted += got.stats.sources["candidates"].num_draft_tokens
-    assert num_drafted > 5
 
 
 def test_an_assistant_may_have_other_tokens() -> None:

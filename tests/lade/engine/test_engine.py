@@ -404,22 +404,3 @@ def test_a_child_has_a_batcher_that_works(num_running: int, single_thread: None)
         assert forked(batcher.close) is None
         forks_are_done.set()
         assert texts(*running) == [expected(model, 3, **LONG)] * num_running
-
-
-@needs_fork
-@pytest.mark.parametrize("where", CODE)
-def test_a_callback_may_fork(where: str, single_thread: None) -> None:
-    model = shared_model()
-    found: Queue[Any] = Queue()
-
-    def fork() -> None:
-        try:
-            found.put(forked(lambda: texts(batcher.submit(ONE, **GREEDY))))
-        except BaseException as error:
-            found.put(error)
-
-    with lade.Batcher(model) as batcher:
-        beside = batcher.submit(ONE, seed=3, **SAMPLED)
-        request = batcher.submit(ONE, **GREEDY, **CODE[where](once(fork)))
-        assert texts(request, beside) == [expected(model), expected(model, 3, **SAMPLED)]
-        assert found.get(timeout=SEC) == [expected(model)]

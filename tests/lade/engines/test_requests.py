@@ -26,32 +26,6 @@ class Rows:
         return self.requests.find(ids, lengths, known)
 
 
-def test_rows_are_found_where_they_were_and_where_they_moved() -> None:
-    rows = Rows()
-    a, b, c = [1, 2, 3], [1, 2, 4], [9, 8, 7, 6]
-    found = rows.find(a, b, c)
-    assert found.new == [0, 1, 2]
-    of_a, of_b, of_c = found.slots.tolist()
-    assert len({of_a, of_b, of_c}) == 3
-    found = rows.find([*a, 5], [*b, 5], [*c, 5])
-    assert (found.new, found.slots.tolist()) == ([], [of_a, of_b, of_c])
-    found = rows.find([*c, 5, 6], [*b, 5, 6])  # the first ended, and the last took its place
-    assert (found.new, found.slots.tolist()) == ([], [of_c, of_b])
-    found = rows.find([*c, 5, 6, 7], num_new=3)  # one whose first tokens alone are the same
-    assert found.new == [0]
-    assert found.slots.tolist() != [of_c]
-
-
-def test_a_request_is_found_again_however_many_steps_were_missed() -> None:
-    rows = Rows()
-    a, b = [1, 2, 3], [4, 5, 6]
-    of_a, of_b = rows.find(a, b).slots.tolist()
-    found = rows.find([*b, *range(50)])
-    assert (found.new, found.slots.tolist()) == ([], [of_b])
-    found = rows.find(None, [*a, *range(90)])
-    assert (found.new, found.slots.tolist()) == ([], [-1, of_a])
-
-
 def test_equal_texts_are_as_many_requests() -> None:
     rows = Rows()
     of_a, of_b = rows.find([1, 2, 3], [1, 2, 3]).slots.tolist()
@@ -59,14 +33,6 @@ def test_equal_texts_are_as_many_requests() -> None:
     found = rows.find([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6])
     assert found.slots.tolist()[:2] == [of_a, of_b]
     assert found.new == [2]
-
-
-def test_a_next_turn_goes_on_from_the_longest_text_before_it() -> None:
-    rows = Rows()
-    text = list(range(20))
-    rows.find(text[:5])
-    (of_longer,) = rows.find(None, text[:9]).slots.tolist()[1:]
-    assert rows.find(None, None, text).slots.tolist() == [-1, -1, of_longer]
 
 
 def test_the_text_not_seen_for_longest_is_dropped() -> None:

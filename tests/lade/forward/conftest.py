@@ -18,12 +18,7 @@ class Ran(NamedTuple):
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[Ran]:
     """Use jobs wherever there is a choice; return what they will have run."""
-
-    def choose(self: Any, request: Any, plainly: Any, cache: Any) -> Any:
-        return self._run_job(request, plainly, cache) if self.why_not is None else plainly()
-
     monkeypatch.setattr(file.FusedForwards, "settle", lambda *_: None)
-    monkeypatch.setattr(file.FusedForwards, "_choose", choose)
     return noted(monkeypatch)
 
 

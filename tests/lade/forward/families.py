@@ -1,5 +1,7 @@
 """Tiny models whose decoder can be read, with heads of whole vectors."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,25 +23,9 @@ CHAINS = [
     *("lfm2", *MAMBAS, "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"),
     "qwen3_5_moe_text",
 ]
-READABLE = [
-    *QUICK,
-    *("arcee", "cohere", "cwm", "emu3", "ernie4_5", "exaone", "exaone4", "gemma", "gemma3"),
-    *("glm4", "granite_swa", "helium", "hyperclovax", "internlm3", "iquestcoder", "jais2"),
-    *("ministral", "ministral3", "mistral", "mllama", "moss_transcribe_diarize", "olmo3", "phi"),
-    *("phi4_multimodal", "qwen2", "seed_oss", "smollm3", "vaultgemma"),
-    *("biogpt", "codegen", "fuyu", "got_ocr2", "gpt-sw3", "gpt_bigcode", "gpt_bigcode-mha"),
-    *("gptj", "opt"),
-    *("hunyuan_v1_dense", "nanochat", "olmo", "persimmon", "whisper"),
-    *("bert-generation", "camembert", "data2vec-text", "electra", "ernie", "modernbert-decoder"),
-    *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"),
-    *("cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "granitemoe"),
-    *("granitemoe_swa", "granitemoeshared", "hy_v3", "kolibri1", "mellum", "minimax_m2"),
-    *("olmoe", "qwen3_moe", "hunyuan_v1_moe", "sarvam_moe", "aria_text", "phimoe"),
-    # These attend to latents, as youtu does.
-    *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla"),
-    *(*CHAINS[2:], "cohere_compass_text", "mimo_v2_flash"),
-    *("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "apertus", "laguna"),
-]
+# Whose forwards are published to run by jobs.
+PUBLISHED = Path(__file__).parents[3] / "docs" / "support" / "forwards.json"
+READABLE = json.loads(PUBLISHED.read_text(encoding="utf-8"))["jobs"]
 # Bounded scores, sinks and latents take no parts, so that batches of them are plain.
 PLAIN = "gemma2", "gpt_oss", "youtu"
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lade.attention.packed import Calls, with_calls
 from lade.compat import CACHE
 from lade.forward.job import FusedForwards, forwards_for
 from lade.forward.workers import run_job
@@ -23,6 +22,7 @@ from lade.models.gguf import load_gguf
 from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache
 from lade.targets.layout import tree_layout
+from lade.targets.parts import Calls, with_calls
 from tests.grids import thinned
 from tests.lade.forward.families import adapted, model_of, widened
 from tests.lade.forward.lanes import kernels_with

@@ -40,13 +40,13 @@ def test_routers_are_read_as_programs() -> None:
         ("glm4_moe", ("sigmoid(", "choose(", "take(", "F(1e-20)")),
         ("deepseek_v3", ("choose(", "put(", "-np.inf", "choose(", "F(2.5)")),
     ):
-        experts = read(model_of(family)).layers[-1].experts
-        assert experts is not None
-        assert experts.num_chosen == 2
-        places = [experts.choose.text.find(part) for part in parts]
-        assert -1 not in places, (family, experts.choose.text)
+        scores, choose, experts = read(model_of(family)).layers[-1].phases[-3:]
+        assert (len(scores.products), experts.num_chosen) == (1, 2)
+        places = [choose.at_end.text.find(part) for part in parts]
+        assert -1 not in places, (family, choose.at_end.text)
     assert read(model_of("glm4_moe")).layers[0].experts is None
-    assert read(model_of("qwen2_moe")).layers[-1].experts.shared_gate is not None  # type: ignore[union-attr]
+    *_, scores, _, _ = read(model_of("qwen2_moe")).layers[-1].phases
+    assert [each.num for each in scores.products] == [4, 1]  # and the gate of the shared expert
 
 
 def grouped(**options: Any) -> Any:

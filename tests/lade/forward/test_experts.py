@@ -27,49 +27,17 @@ def test_experts_of_any_implementation_are_read(family: str, ran: list[Ran]) -> 
         ran.clear()
 
 
-def _of_stack(model: Any) -> None:
-    model.model.layers[-1].mlp.experts.down_proj.mul_(-2)
-
-
 def _another_stack(model: Any) -> None:
     experts = model.model.layers[-1].mlp.experts
     experts.gate_up_proj = nn.Parameter(experts.gate_up_proj.flip(0), requires_grad=False)
-
-
-def _of_router(model: Any) -> None:
-    model.model.layers[-1].mlp.gate.weight.data = model.model.layers[-1].mlp.gate.weight.flip(0)
 
 
 def _correction(model: Any) -> None:
     model.model.layers[-1].mlp.gate.e_score_correction_bias.add_(torch.tensor([0.0, 9, 0, 9]))
 
 
-def _another_correction(model: Any) -> None:
-    model.model.layers[-1].mlp.gate.e_score_correction_bias = torch.tensor([9.0, 0, 9, 0])
-
-
-def _share(model: Any) -> None:
-    model.model.layers[-1].mlp.gate.routed_scaling_factor = 3.0
-
-
-def _is_summed(model: Any) -> None:
-    model.model.layers[-1].mlp.gate.norm_topk_prob = False
-
-
-def _activation(model: Any) -> None:
-    model.model.layers[-1].mlp.experts.act_fn = nn.GELU()
-
-
 def _hook(model: Any) -> None:
     model.model.layers[-1].mlp.experts.register_forward_hook(lambda _, __, out: 2 * out)
-
-
-def _alpha(model: Any) -> None:
-    model.model.layers[-1].mlp.experts.alpha = 0.5
-
-
-def _bound(model: Any) -> None:
-    model.model.layers[-1].mlp.experts.limit = 0.25
 
 
 def _gate(model: Any) -> None:
@@ -85,15 +53,12 @@ def _biases(model: Any) -> None:
     mlp.router.bias.mul_(-9)
 
 
-CHANGES = [
-    *(_of_stack, _another_stack, _of_router, _correction, _another_correction, _share),
-    *(_is_summed, _activation, _hook, _alpha, _bound, _gate, _biases),
-]
+CHANGES = [_another_stack, _correction, _hook, _gate, _biases]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
 def test_changes_are_noticed(change: Callable[[Any], None], ran: list[Ran]) -> None:
-    model = model_of("gpt_oss" if change in CHANGES[-4:] else "glm4_moe")
+    model = model_of("gpt_oss" if change in (_gate, _biases) else "glm4_moe")
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", lade.PlainDecodingWarning)
         for _ in range(2):

@@ -65,7 +65,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[Apart]:
     found: list[Apart] = []
 
     def choose(self: Any, request: Any, plainly: Callable[[], Any], _: Any) -> Any:
-        layers = request.layers
+        layers = [layer for part in request.parts for layer in part.cache.held]
         pending = [layer.num_pending for layer in layers]
 
         def again() -> None:
@@ -289,16 +289,7 @@ def no_grad() -> Any:
         yield
 
 
-# --- texts ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", thinned(SERVED, *QUICK))
-def test_the_text_is_that_of_generate(family: str, ran: list[Ran]) -> None:
-    model = model_of(family)
-    for accept in (0.0, 0.7, 1.0):
-        same_as_generate(model, TEXT, accept=accept, config=EIGHT)
-    assert {each.num_tokens for each in ran} & {*range(2, 10)}
-    same_as_generate(model, ONE, accept=0.8, do_sample=True)
+# --- several texts ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)

@@ -13,6 +13,7 @@ from torch import nn
 import lade
 from lade.forward import _digits, _packed
 from lade.forward import packed as file
+from lade.forward._tiles import FEATURES
 from lade.forward.job import FusedForwards, forwards_for
 from lade.forward.linear import kernels
 from lade.forward.packed import PackedEmbedding, PackedLinear, made_whole
@@ -60,14 +61,21 @@ def test_products_are_exact_and_add_in_one_order(
     check_products(name, module)
 
 
-@pytest.mark.parametrize("name", BY_DIGITS)
-def test_products_by_digits_are_exact_and_add_in_one_order(name: str) -> None:
-    check_products(name, _digits)
+@pytest.mark.parametrize("dot", [each for each in ("avxvnni", "avx2") if FEATURES.get(each)])
+@pytest.mark.parametrize("name", thinned(BY_DIGITS, "Q4_1", "Q5_K", "Q6_K"))
+def test_products_by_digits_are_exact_and_add_in_one_order(
+    name: str, dot: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have the same bits by each of the instructions that CPUs have for it."""
+    bits = check_products(name, _digits)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(_digits, "_DOT", dot)
+    assert check_products(name, _digits) == bits
 
 
-def check_products(name: str, module: Any) -> None:
+def check_products(name: str, module: Any) -> list[bytes]:
     """Up to rounding; a row's last bit does not depend on how many are beside it."""
-    function = module.product_of(NUMBERS[name]).ctypes
+    function, bits = module.product_of(NUMBERS[name]).ctypes, []
     size = BLOCKS[NUMBERS[name]][1]
     rng = np.random.default_rng(1)
     for num_columns, num in ((n, k) for n, k in SIZES if k % size == 0):
@@ -84,6 +92,8 @@ def check_products(name: str, module: Any) -> None:
         for num_rows in NUM_ROWS:
             some = product(function, inputs[:num_rows], weight, num)
             assert np.array_equal(some, of_all[:num_rows]), (num_columns, num, num_rows)
+        bits.append(of_all.tobytes())
+    return bits
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf, 3.4e38, 1e-20])

@@ -1,6 +1,6 @@
 """Programs of rows: what they give is what torch's operators gave, token by token."""
 
-import math
+import ctypes
 import os
 import subprocess
 import sys
@@ -15,61 +15,13 @@ from torch import Tensor
 
 from lade.compat import attention_of
 from lade.forward import reading
+from lade.forward._rows import address_of
 from lade.forward.comparing import UnsupportedForwardError
 from lade.forward.programs import TokenRows, Writer, Written
 from lade.forward.trace import Trace, Value
 from lade.forward.watching import watch
 from tests.grids import thinned
 from tests.lade.forward.families import READABLE, model_of
-
-F = np.float32
-
-
-def _choose(row: Any, out: Any, _: Any, in_order: bool) -> None:
-    out[:] = torch.from_numpy(row.copy()).topk(len(out), sorted=in_order)[1].numpy()
-
-
-def _choose_first(row: Any, out: Any) -> None:
-    out[0] = np.argmax(row)
-
-
-def _take(row: Any, places: Any, out: Any) -> None:
-    out[:] = row[places.astype(int)]
-
-
-def _put(row: Any, places: Any, out: Any, number: float) -> None:
-    out[:], out[places.astype(int)] = row, number
-
-
-def _by_tanh(x: Any) -> Any:
-    return F(0.5) * x * (1 + np.tanh(F(0.7978845608028654) * (x + F(0.044715) * x * x * x)))
-
-
-#: numpy's counterparts of the functions that compiled programs call.
-PLAIN: dict[str, Any] = {
-    "F": F,
-    "np": np,
-    "math": math,
-    "total": np.sum,
-    "largest": np.max,
-    "square": lambda x: x * x,
-    "cube": lambda x: x * x * x,
-    "exponential": np.exp,
-    "tanh": np.tanh,
-    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
-    "silu": lambda x: x / (1 + np.exp(-x)),
-    "gelu": lambda x: F(0.5) * x * F(1 + math.erf(x * 0.7071067811865476)),
-    "gelu_by_tanh": _by_tanh,
-    "softplus": lambda x: np.log1p(np.exp(x)) if x < 20 else x,
-    "at_least": lambda x, low: low if x < low else x,
-    "at_most": lambda x, high: high if x > high else x,
-    "larger": max,
-    "smaller": min,
-    "choose": _choose,
-    "choose_first": _choose_first,
-    "take": _take,
-    "put": _put,
-}
 
 
 def results(rows: TokenRows, source: Written, outputs: list[Value]) -> list[tuple[Tensor, Tensor]]:
@@ -81,19 +33,26 @@ def results(rows: TokenRows, source: Written, outputs: list[Value]) -> list[tupl
         flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1).numpy()
         return flat[layout.rows[0 if layout.is_shared else token]]
 
-    space = {**PLAIN, **{f"t{i}": np.array(each) for i, each in enumerate(source.tables)}}
-    exec(source.text, space)
     found = []
     for token in range(max(len(rows.layout(each).rows) for each in outputs)):
         inputs = [of_token(each, token) for each in source.inputs]
         constants = [each.tensor.detach().reshape(-1).numpy() for each in source.constants]
         wanted = [of_token(each, token) for each in outputs]
-        made = [np.full(each.shape, np.nan, F) for each in wanted]
-        scratch = np.full(source.num_scratch, np.nan, F)
-        space["program"](scratch, *inputs, *constants, *made)
-        pairs = zip(made, wanted, strict=True)
-        found += [(torch.tensor(x), torch.tensor(y).float()) for x, y in pairs]
+        made = [np.full(each.shape, np.nan, np.float32) for each in wanted]
+        scratch = np.full(source.num_scratch, np.nan, np.float32)
+        given = [*map(np.ascontiguousarray, (scratch, *inputs, *constants)), *made]
+        kinds = ["integers" if each.dtype == np.int64 else "row" for each in given]
+        pairs = zip(kinds, map(len, given), strict=True)
+        taken = [f"{kind}(given[{i}], {size})" for i, (kind, size) in enumerate(pairs)]
+        run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+        run(address_of(source.text, taken, source.tables))(_addresses(given).ctypes.data)
+        results = zip(made, wanted, strict=True)
+        found += [(torch.tensor(x), torch.tensor(y).float()) for x, y in results]
     return found
+
+
+def _addresses(arrays: list[Any]) -> Any:
+    return np.array([each.ctypes.data for each in arrays], np.int64)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Gated delta nets and Mamba 2 in the place of attention, in jobs and in the cache."""
+"""Short convolutions, gated delta nets and Mamba 2 in the place of attention: jobs and caches."""
 
 from itertools import product
 from typing import Any
@@ -10,8 +10,7 @@ import lade
 from tests.lade.forward.conftest import Ran
 from tests.lade.forward.families import FORMATS, MAMBAS, model_of
 from tests.lade.forward.test_bits import Texts
-from tests.lade.forward.test_convolutions import goes_on
-from tests.lade.forward.test_job import TEXT, Apart, Prefilled, are_close, compared, with_drafts
+from tests.lade.forward.test_job import TEXT, Apart, Prefilled, compared, with_drafts
 
 __all__ = ["compared"]  # a fixture
 
@@ -22,6 +21,7 @@ OF_DELTAS: list[dict[str, Any]] = [
     {"linear_num_key_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 40},
 ]
 SIZES: list[tuple[str, dict[str, Any]]] = [
+    *(("lfm2", {"conv_L_cache": width, "conv_bias": width != 2}) for width in (1, 2, 5)),
     *product(DELTAS, OF_DELTAS),
     ("granitemoehybrid", {}),  # of Mamba 2, a norm of all heads; of several; of each
     ("granitemoehybrid", {"mamba_n_groups": 2, "mamba_d_state": 24, "num_local_experts": 0}),
@@ -36,16 +36,13 @@ def no_grad() -> Any:
 
 
 @pytest.mark.parametrize(("family", "options"), SIZES, ids=str)
-def test_recurrences_of_any_size(
-    family: str, options: dict[str, Any], compared: list[Apart]
-) -> None:
+def test_layers_of_any_size(family: str, options: dict[str, Any], compared: list[Apart]) -> None:
     for dtype in FORMATS:
-        model = model_of(family, dtype, **options)
-        with_drafts(model, TEXT)
+        with_drafts(model_of(family, dtype, **options), TEXT)
         # Torch's own forwards are off by 1e-4: states add up errors.
-        near = [e._replace(is_close=e.is_close or float(e.told) < 5e-4) for e in compared]
-        assert are_close(near), compared
-        assert {TEXT.shape[1]} < {each.num_tokens for each in compared}
+        limit = 0.0 if family == "lfm2" else 5e-4
+        assert all(each.is_close or float(each.told) < limit for each in compared), compared
+        assert TEXT.shape[1] in {each.num_tokens for each in compared}
         compared.clear()
 
 
@@ -56,12 +53,44 @@ def test_tokens_have_the_same_bits(family: str, options: dict[str, Any], ran: li
     assert 3 in {each.num_parts for each in ran}
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 33, 300])
-@pytest.mark.parametrize("family", [*DELTAS, *MAMBAS])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 33, 700])
+@pytest.mark.parametrize("family", ["lfm2", *DELTAS, *MAMBAS])
 def test_prompts_of_any_length(family: str, num_tokens: int, ran: list[Ran]) -> None:
-    """Short ones run by a job, others by torch; caches go on from each other."""
-    goes_on(model_of(family, max_position_embeddings=1024), num_tokens)
-    assert (num_tokens in {each.num_tokens for each in ran}) == (num_tokens < 64)
+    """Before the text are zeros; long texts of recurrences run by torch; caches go on from each."""
+    model = model_of(family, max_position_embeddings=1024)
+    ids = torch.randint(2, 90, (1, num_tokens), generator=torch.Generator().manual_seed(0))
+    given: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+    given |= {"return_dict_in_generate": True, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(ids, **given)
+    mine = with_drafts(model, ids, return_dict_in_generate=False)
+    assert torch.equal(mine, expected.sequences)
+    got = lade.generate(model, ids, **given)
+    assert torch.equal(got.sequences, expected.sequences)
+    held = zip(got.past_key_values.layers, expected.past_key_values.layers, strict=True)
+    for own, theirs in held:
+        for name in {"conv_states", "recurrent_states"} & vars(theirs).keys():
+            mine, other = getattr(own, name)[0], getattr(theirs, name)[0]
+            assert mine is other is None or torch.allclose(mine, other, atol=5e-4)
+    more = {**given, "past_key_values": got.past_key_values, "max_new_tokens": 9}
+    longer = torch.cat([got.sequences, ids], dim=1)
+    more["attention_mask"] = torch.ones_like(longer)
+    later = lade.generate(model, longer, **more)
+    whole = model.generate(longer, **{**more, "past_key_values": None})
+    assert torch.equal(later.sequences, whole.sequences)
+    is_by_job = num_tokens < 64 or family == "lfm2"
+    assert (num_tokens in {each.num_tokens for each in ran}) == is_by_job
+
+
+def test_a_static_cache_may_have_positions_beyond_its_slots() -> None:
+    model, ids = model_of("lfm2", torch.float64), torch.tensor([[41, 22, 93] * 5])
+    given: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
+    given |= {"return_dict_in_generate": True, "attention_mask": torch.ones_like(ids)}
+    given |= {"output_logits": True, "cache_implementation": "static"}
+    for first in (0, 2):
+        given["position_ids"] = torch.arange(first, first + 15)[None]
+        mine, theirs = lade.generate(model, ids, **given), model.generate(ids, **given)
+        for own, other in zip(mine.logits, theirs.logits, strict=True):
+            assert torch.allclose(own, other, atol=1e-9)
 
 
 def test_forwards_of_torch_leave_the_state_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,10 +147,6 @@ def _by_type(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(mapping, "full_attention", Evicting)
 
 
-def _by_method(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DynamicLayer, "update", Evicting.update)
-
-
 def _update(self: Any, key: Tensor, value: Tensor, *args: Any, **given: Any) -> Any:
     """Keep coarse keys, as research on caches does."""
     keys, values = _usual_update(self, key, value, *args, **given)

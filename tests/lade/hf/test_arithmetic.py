@@ -51,7 +51,7 @@ def same_as_float32(model: Any, *args: Any, **options: Any) -> Any:
     return same_as_generate(whole, *args, by=by, **options)[1]
 
 
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("dtype", thinned(NARROW, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("family", thinned(SERVED, *QUICK))
 def test_the_text_is_that_of_float32(family: str, dtype: torch.dtype) -> None:
     """Whatever is drafted, batched, padded, kept or proved."""

@@ -17,6 +17,7 @@ import lade
 from lade.errors import UserError
 from lade.models import gguf as file
 from lade.models import load
+from lade.models.gguf_tokenizer import load_gguf_tokenizer
 from tests.grids import thinned
 from tests.lade.models.gguf_files import ARCHITECTURES, write
 from tests.lade.tiny import byte_tokenizer
@@ -234,7 +235,7 @@ def test_a_file_is_a_model_by_its_name_or_that_of_its_folder(
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "starcoder2"])
 def test_a_files_tokenizer_is_the_one_that_transformers_reads(family: str, tmp_path: Path) -> None:
     write(tmp_path, family)
-    made = file.load_gguf_tokenizer(tmp_path / "model.gguf")
+    made = load_gguf_tokenizer(tmp_path / "model.gguf")
     expected = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
     assert len(made) == 260  # theirs has more, beyond the model's table
     for text in ("abcd", "an ab\n<3> c", " <|endoftext|>"):
@@ -347,8 +348,8 @@ def put(kind: str, at: int, value: int) -> Any:
         (put("Q", 4, 250), "'blk.1.ffn_up.weight' of shape [512, 250] has"),
         (put("Q", 12, 0), "'blk.1.ffn_up.weight' of shape [0, 256] has"),
         (put("Q", 12, 511), "'blk.1.ffn_up.weight' of shape [512, 256]"),
-        (put("I", 20, 10), "'blk.1.ffn_up.weight' is of GGML's type Q2_K (10), and F32, F16, Q4_0"),
-        (put("I", 20, 99), "'blk.1.ffn_up.weight' is of GGML's type an unknown one (99)"),
+        (put("I", 20, 10), "'blk.1.ffn_up.weight' is of GGML's type Q2_K, and F32, F16, Q4_0"),
+        (put("I", 20, 99), "'blk.1.ffn_up.weight' is of GGML's type 99, and F32, F16"),
         (put("Q", 24, 2**62), "'blk.1.ffn_up.weight' of shape [512, 256] has 139,264 bytes from"),
         (put("Q", 24, 17), "'blk.1.ffn_up.weight' of shape [512, 256] has"),
         (lambda made, place: made.__delitem__(slice(-100, None)), "bytes from"),

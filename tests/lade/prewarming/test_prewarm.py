@@ -4,7 +4,6 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ import safetensors.numpy
 import torch
 
 import lade
+from lade.prewarming.tables import path_of_table
 from ngram_pool import NGramPool
 from tests.lade.both import ONE, same_as_generate
 from tests.lade.tiny import MAMBA2, tiny_model
@@ -59,8 +59,7 @@ def test_a_pair_has_the_successors_that_the_model_tells(family: str, tmp_path: P
 
 def test_the_next_call_drafts_from_it_and_says_the_same() -> None:
     model = tiny_model("llama", seed=1)
-    # With a limit to candidates nothing is explored: only what is known is drafted.
-    config = lade.Config(max_candidates=4, max_draft_tokens=4)
+    config = lade.Config(max_draft_tokens=4)
 
     def num_drafted(pool: lade.NGramPool | None = None) -> int:
         _, got = same_as_generate(model, ONE, config=config, pool=pool)
@@ -196,17 +195,7 @@ BAD_FILES: dict[str, Callable[[bytes], bytes]] = {
     "of an older version": lambda content: safetensors.numpy.save(
         {"keys": np.zeros(3)}, {"lade_table": '{"format": 2}'}
     ),
-    "with another time": lambda content: with_note("an hour"),
 }
-
-
-def with_note(note: str) -> bytes:
-    """Return the file of a pool with a note."""
-    pool = lade.NGramPool()
-    pool.note = note
-    with TemporaryDirectory() as folder:
-        pool.save(Path(folder) / "pool")
-        return (Path(folder) / "pool").read_bytes()
 
 
 @pytest.mark.parametrize("kind", BAD_FILES)
@@ -224,13 +213,17 @@ def test_a_bad_file_is_ignored_with_one_warning_by_decoding_and_replaced_by_prew
     said = [str(each.message) for each in caught]
     assert ["does not use its table for LlamaForCausalLM" in each for each in said] == [True]
     assert path.read_bytes() == bad
-    if kind == "with another time":
-        with pytest.raises(ValueError, match="a table of lade prewarm, got a pool of 'an hour'"):
-            prewarm(model)
-    else:
-        with pytest.warns(UserWarning, match="begins anew, as its file cannot be used"):
-            prewarm(model, max_tokens=200)
-        assert contents(path)
+    with pytest.warns(UserWarning, match="begins anew, as its file cannot be used"):
+        prewarm(model, max_tokens=200)
+    assert contents(path)
+
+
+def test_a_pool_that_is_no_table_is_not_added_to(tmp_path: Path) -> None:
+    pool, model = lade.NGramPool(), tiny_model("llama")
+    pool.note = "an hour"
+    pool.save(path_of_table(model, tmp_path))
+    with pytest.raises(ValueError, match="a table of lade prewarm, got a pool of 'an hour'"):
+        prewarm(model, tmp_path)
 
 
 def test_a_disk_that_is_full_is_an_error_and_leaves_the_old_table(

@@ -2,58 +2,15 @@
 
 from typing import Any
 
-import pytest
 import torch
 
 import lade
-from tests.chi_square import FALSE_ALARM, p_value
-from tests.grids import thinned
 from tests.lade.both import ONE, THREE, answered, both, same_as_generate
 from tests.lade.shared import shared_model
 from tests.lade.tiny import chain
 
 REJECTION = lade.Config(max_draft_tokens=5, acceptance="rejection")
 VOCAB_SIZE = 8
-
-
-def exact_distribution(model: Any, prompt: list[int], temperature: float) -> torch.Tensor:
-    """Probability of each pair of first tokens, [VOCAB_SIZE, VOCAB_SIZE]."""
-    prefixes = torch.tensor([[*prompt, first] for first in range(VOCAB_SIZE)])
-    with torch.no_grad():
-        logits = model(prefixes).logits[:, -2:].float() / temperature
-    first = logits[0, 0].softmax(-1)
-    pairs: torch.Tensor = first[:, None] * logits[:, 1].softmax(-1)
-    return pairs
-
-
-@pytest.mark.parametrize("temperature", thinned([0.5, 1.0, 1.6], 1.0))
-def test_text_has_the_distribution_of_the_target(temperature: float) -> None:
-    """Pairs of first tokens of 3600 samples; the pool holds the model's own samples and noise."""
-    model = shared_model("llama", seed=3, vocab_size=VOCAB_SIZE, eos_token_id=None, pad_token_id=0)
-    prompt = [1, 2, 3, 1, 2]
-    pool = lade.NGramPool(4000)
-    counts = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, dtype=torch.int64)
-    stats = lade.DecodeStats()
-    torch.manual_seed(7)
-    for _ in range(12):
-        out = lade.generate(
-            model,
-            torch.tensor([prompt]),
-            do_sample=True,
-            temperature=temperature,
-            top_k=0,
-            num_return_sequences=300,
-            pad_token_id=0,
-            on_step=stats.count_row_step,
-            max_new_tokens=6,
-            pool=pool,
-            config=REJECTION,
-        )
-        for first, second in out[:, 5:7].tolist():
-            counts[first, second] += 1
-    assert stats.num_accepted_tokens > 0.1 * stats.num_draft_tokens
-    expected = exact_distribution(model, prompt, temperature)
-    assert p_value(counts.flatten().tolist(), expected.flatten().tolist()) > FALSE_ALARM
 
 
 def test_a_seed_repeats_a_call_and_rows_do_not_depend_on_each_other() -> None:

@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, StoppingCriteria
 
 import lade
 from tests.lade.both import EIGHT, ONE, answered, same_as_generate
 from tests.lade.shared import shared_model
-from tests.lade.tiny import EOS_TOKEN_ID, tiny_model
+from tests.lade.tiny import tiny_model
 from tests.ngram_pool.checking import check_pool
 
 
@@ -23,48 +22,6 @@ def test_the_first_of_equals_is_chosen() -> None:
     for config in (None, EIGHT):
         _, got = same_as_generate(model, ONE, knows=True, config=config, eos_token_id=None)
         assert not bool((got.sequences[0, ONE.shape[1] :] % 2).any())
-
-
-class Noisy(LogitsProcessor):  # type: ignore[misc]
-    """Draws from torch's own generator between the draws of `generate`."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        assert input_ids.is_contiguous()
-        self.seen.append(input_ids.tolist())
-        return scores + torch.randn(scores.shape)
-
-
-class EveryThird(StoppingCriteria):  # type: ignore[misc]
-    """Finishes one row after the other, by counting its calls."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.seen.append((input_ids.tolist(), scores))
-        return torch.arange(input_ids.shape[0]) < len(self.seen) // 3
-
-
-@pytest.mark.parametrize("eos_token_id", [EOS_TOKEN_ID, None])
-def test_user_processors_and_criteria_see_exactly_what_generate_shows_them(
-    eos_token_id: int | None,
-) -> None:
-    model = tiny_model("llama", seed=1)
-    model.generation_config.eos_token_id = eos_token_id
-    for options in ({"do_sample": True, "temperature": 0.5}, {"do_sample": False}):
-        processors, criteria = (Noisy(), Noisy()), (EveryThird(), EveryThird())
-        made = [
-            {"logits_processor": [processor], "stopping_criteria": [criterion]}
-            for processor, criterion in zip(processors, criteria, strict=True)
-        ]
-        fresh = partial(next, iter(made))
-        same_as_generate(model, ONE, fresh=fresh, knows=True, max_new_tokens=30, **options)
-        assert processors[0].seen == processors[1].seen
-        assert criteria[0].seen == criteria[1].seen
-        assert len(processors[0].seen) > 2
 
 
 def test_samples_of_one_prompt_are_counted_as_rows() -> None:

@@ -5,6 +5,7 @@ How often torch compiles, and what a cache holds, no text shows: hence the priva
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,15 @@ from torch._dynamo.backends.registry import lookup_backend
 from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
 
 import lade
-from lade.attention.packed import PACKED_SDPA
 from lade.compat import CACHE, start_compiler
-from lade.probing.plan import repeats_keys
 from lade.probing.profile import profile_of
 from lade.probing.proof import Distances
 from lade.targets import static
 from lade.targets.layout import tree_layout
+from lade.targets.parts import TREE_SDPA
 from lade.targets.static import StaticSteps, StaticTarget
 from lade.tree import Tree
-from tests.grids import thinned
+from tests.grids import thinned, thinned_rows
 from tests.lade.both import ONE, THREE, answered, same_as_generate
 from tests.lade.targets.test_tree import make_draft, path_to
 from tests.lade.tiny import tiny_model
@@ -49,6 +49,7 @@ def counting(graph: Any, inputs: Any) -> Callable[..., Any]:
 
 BY_BACKEND: dict[str, Any] = {"compile_config": CompileConfig(backend=counting, fullgraph=True)}
 BY_TORCH: dict[str, Any] = {"disable_compile": True}
+WAYS = {"by torch": BY_TORCH, "compiled": BY_BACKEND}
 
 
 @pytest.fixture(autouse=True)
@@ -73,13 +74,13 @@ def model_of(family: str, **options: Any) -> Any:
 # --- the text of generate -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", [BY_TORCH, BY_BACKEND], ids=["by torch", "compiled"])
-@pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "gemma3_text"))
-def test_a_text_is_that_of_generate_by_one_graph_of_each_shape(
-    family: str, way: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(
+    ("family", "name"),
+    thinned_rows(product(FAMILIES, WAYS), ("llama", "compiled"), ("gemma3_text", "by torch")),
+)
+def test_a_text_is_that_of_generate_by_one_graph_of_each_shape(family: str, name: str) -> None:
     """The prompt is longer than the first memory, the text than windows and the second memory."""
-    model = model_of(family)
+    model, way = model_of(family), WAYS[name]
     for _ in range(2):  # the second call finds everything compiled
         _, got = same_as_generate(model, PROMPT, accept=0.8, config=CONFIG, **LONG, **way)
         assert 0 < got.stats.num_accepted_tokens < got.stats.num_draft_tokens
@@ -92,11 +93,11 @@ def test_a_text_is_that_of_generate_by_one_graph_of_each_shape(
 
 @pytest.mark.model
 @pytest.mark.usefixtures("real_model")
-@pytest.mark.parametrize("way", [BY_TORCH, BY_BACKEND], ids=["by torch", "compiled"])
-def test_so_is_that_of_a_trained_model(way: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", thinned(WAYS, "by torch"))
+def test_so_is_that_of_a_trained_model(name: str) -> None:
     loaded = lade.models.load(dtype="float32")
     ids = loaded.tokenizer("The cat sat on the mat. The cat", return_tensors="pt").input_ids
-    same_as_generate(loaded.model, ids, config=CONFIG, **LONG, **way)
+    same_as_generate(loaded.model, ids, config=CONFIG, **LONG, **WAYS[name])
 
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "gemma3_text"))
@@ -258,7 +259,7 @@ def test_on_a_device_that_has_no_numbers_no_step_mixes_devices_or_waits(family: 
     """The meta device stands in for a GPU: it refuses what reads a number, or takes two devices."""
     model, ids = model_of(family).to("meta"), torch.full((1, 30), 5, device="meta")
     given = {"use_cache": True}, tree_layout(model), 40, GenerationConfig()
-    for attention in (None, PACKED_SDPA)[: 1 + (model.config._attn_implementation == "sdpa")]:
+    for attention in (None, TREE_SDPA)[: 1 + (model.config._attn_implementation == "sdpa")]:
         target = StaticTarget(model, ids, *given, attention, steps=None)
         assert target.prefill().device.type == "meta"
         for parents in ([-1, 0, -1, 2], [], [*range(-1, 14)], [-1, 0]):
@@ -268,13 +269,3 @@ def test_on_a_device_that_has_no_numbers_no_step_mixes_devices_or_waits(family: 
         target.forward_roots([tree.without_draft()])
         held = target.hand_over(DynamicCache(config=model.config))
         assert {layer.keys.device.type for layer in held.layers} == {"meta"}
-
-
-def test_keys_of_many_slots_are_not_copied_for_all_query_heads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = tiny_model("llama")
-    assert not repeats_keys(model, None)
-    monkeypatch.setattr("lade.probing.plan.device_of_inputs", lambda _: torch.device("cuda"))
-    assert repeats_keys(model, None)
-    assert not repeats_keys(model, PACKED_SDPA)

@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
 import lade
-from lade.attention.masks import AttentionSpan, TreeSlots
-from lade.attention.packed import PACKED_ROWS
 from lade.drafting.drafts import draft_of
 from lade.probing.profile import profile_of
 from lade.probing.proof import DISTANCE, Distances
 from lade.targets.kv_cache import LayerKind, TreeCache
 from lade.targets.layout import tree_layout
+from lade.targets.masks import AttentionSpan, tree_mask
+from lade.targets.parts import TREE_SDPA
 from lade.targets.rows import Prompts, RowsTarget, split
 from lade.targets.trees import TreeTarget
 from lade.tree import ROOT, Tree, TreeTensors, starts
@@ -54,17 +54,9 @@ random_parents = st.lists(st.integers(0, 10**6), max_size=14).map(
 )
 
 
-def tree_slots(visible: Tensor, num_cached: Tensor, trees: TreeTensors, *more: Any) -> TreeSlots:
-    """With room for the nodes behind what is visible."""
-    visible = torch.nn.functional.pad(visible, (0, trees.token_ids.shape[1]))
-    return TreeSlots(visible, num_cached, trees.ancestors, trees.depths, *more)
-
-
 def test_windows_and_chunks_reach_as_far_as_the_token_would_in_plain_decoding() -> None:
     """Two branches of depth 2 behind five slots: what matters is a node's depth, not its slot."""
-    trees = TreeTensors.of(Tree.build(1, make_draft([-1, -1, 0, 1])), CPU)
-    visible = torch.ones((1, 5), dtype=torch.bool)
-    slots = tree_slots(visible, torch.tensor([5]), trees)
+    tree = TreeTensors.of(Tree.build(1, make_draft([-1, -1, 0, 1])), CPU)
     expected_window = [
         [0, 0, 0, 1, 1, 1, 0, 0, 0, 0],  # the root, at 5, sees 3, 4 and itself
         [0, 0, 0, 0, 1, 1, 1, 0, 0, 0],
@@ -72,10 +64,8 @@ def test_windows_and_chunks_reach_as_far_as_the_token_would_in_plain_decoding() 
         [0, 0, 0, 0, 0, 1, 1, 0, 1, 0],
         [0, 0, 0, 0, 0, 1, 0, 1, 0, 1],
     ]
-    assert slots.mask(AttentionSpan(window=3), 0, None)[0, 0].int().tolist() == expected_window
-    assert slots.mask(AttentionSpan(window=3), 3, None)[0, 0].int().tolist() == [
-        row[3:] for row in expected_window
-    ]
+    window, chunk = AttentionSpan(window=3), AttentionSpan(chunk=3)
+    assert tree_mask(tree, 5, 10, window)[0, 0].int().tolist() == expected_window
     expected_chunk = [
         [0, 0, 0, 1, 1, 1, 0, 0, 0, 0],  # 3, 4 and 5 are a chunk, 6 begins the next
         [0, 0, 0, 0, 0, 0, 1, 0, 0, 0],
@@ -83,13 +73,11 @@ def test_windows_and_chunks_reach_as_far_as_the_token_would_in_plain_decoding() 
         [0, 0, 0, 0, 0, 0, 1, 0, 1, 0],
         [0, 0, 0, 0, 0, 0, 0, 1, 0, 1],
     ]
-    assert slots.mask(AttentionSpan(chunk=3), 0, None)[0, 0].int().tolist() == expected_chunk
+    assert tree_mask(tree, 5, 10, chunk)[0, 0].int().tolist() == expected_chunk
     # One slot of padding in front moves the chunks.
-    padded = tree_slots(visible, torch.tensor([5]), trees, torch.tensor([1]))
-    assert padded.mask(AttentionSpan(chunk=3), 0, None)[0, 0, 0].int().tolist() == [
-        *[0, 0, 0, 0, 1, 1],
-        *[0, 0, 0, 0],
-    ]
+    padding = torch.tensor([[False, True, True]])
+    padded = tree_mask(tree, 5, 10, chunk, padding)[0, 0, 0].int().tolist()
+    assert padded == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0]
 
 
 FAMILIES = ["llama", "gpt2", "deepseek_v3", "mistral", "gemma3_text", "llama4_text"]
@@ -144,7 +132,7 @@ def check_cache(model: Any, target: TreeTarget, committed: list[int]) -> None:
 @pytest.mark.parametrize("family", thinned(FAMILIES, *QUICK))
 def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str) -> None:
     model = tiny_model(family, seed=4, attention="sdpa")
-    if lade.probe(model, num_rows=2).attention != PACKED_ROWS:
+    if lade.probe(model, num_rows=2).attention != TREE_SDPA:
         pytest.skip("the check rules it out for this model")
     prompts = [[5, 9, 11, 5, 9], [7, 7, 3, 2, 8], [4, 4, 4, 9, 1]]
 
@@ -161,7 +149,7 @@ def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str) -> None:
     def check(steps: list[list[tuple[list[int], int]]], dropped: int) -> None:
         rows = split(model, torch.tensor(prompts), {"use_cache": True})
         targets = [
-            TreeTarget(model, *row, tree_layout(model), 60, attention=PACKED_ROWS) for row in rows
+            TreeTarget(model, *row, tree_layout(model), 60, attention=TREE_SDPA) for row in rows
         ]
         whole = Prompts(model, torch.tensor(prompts), {"use_cache": True}, GenerationConfig(), 0)
         target = RowsTarget(rows, targets, whole)

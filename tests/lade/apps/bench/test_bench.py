@@ -12,12 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.methods import METHODS, Given
-from benchmarks.report import as_json, sheet
-from benchmarks.run import BenchSettings, median_of_passes, run_methods
-from lade.apps.bench.comparison import Side, compared
+from benchmarks.report import sheet
+from benchmarks.run import BenchSettings, median_of_passes, run_methods, summary_of
 from lade.apps.bench.methods import Answer
 from lade.apps.bench.prompts import Prompt, read_prompts
-from lade.apps.bench.report import LOOPS, OVERALL, groups, table
+from lade.apps.bench.report import LOOPS, OVERALL, compared, groups, table
 from lade.apps.bench.run import MIXED, Result, summarise
 from lade.config import Config
 from lade.models.loading import LoadedModel
@@ -105,9 +104,6 @@ def test_summaries_of_batches_count_rows() -> None:
     assert (summary.num_prompts, summary.speedup, summary.same_text) == (2, 2.0, 0.5)
     assert summary.mean_accepted_tokens == 2.0  # and not 3.0
     assert summary.draft_tokens_per_step == 3.0  # and not 4.5
-    (entry,) = as_json(results, ["plain", "lade"], {})["prompts"]
-    assert (entry["ids"], entry["category"]) == (["1", "2"], MIXED)
-    assert (entry["lade"]["same_text"], entry["lade"]["num_same_text"]) == (False, 1)
 
 
 def test_rates_and_sources_are_shown_of_methods_that_count_them() -> None:
@@ -124,7 +120,7 @@ def test_rates_and_sources_are_shown_of_methods_that_count_them() -> None:
     shown = drawn(table(results, ["plain", "lade"], "greedy"), 80)
     assert [line.split()[-1] for line in shown if "  lade " in line] == ["50%", "50%"]  # 4 of 8
     assert all(line.endswith("100%") for line in shown if "  plain" in line)
-    summary = as_json(results, ["plain", "lade"], {})["summary"][OVERALL]
+    summary = summary_of(results, ["plain", "lade"])[OVERALL]
     assert summary["lade"]["sources"]["pool"]["num_accepted_tokens"] == 6
 
 
@@ -182,8 +178,11 @@ def test_tables_leave_out_what_is_empty_or_said_above() -> None:
 
 
 def test_sides_are_held_against_plain() -> None:
-    sides = [Side("plain", [1, 2, 3], 3.0), Side("lade", [1, 2, 3], 1.5), Side("x", [1, 2, 4], 6.0)]
-    plain, lade, other = compared(sides)
+    texts = {"plain": ([1, 2, 3], 3.0), "lade": ([1, 2, 3], 1.5), "x": ([1, 2, 4], 6.0)}
+    stats = DecodeStats()
+    plain, lade, other = compared(
+        {name: Answer([row], sec, stats) for name, (row, sec) in texts.items()}
+    )
     assert plain == "plain  3 tokens in 3.0 s, 1.0 tokens a second"
     assert lade == "lade   3 tokens in 1.5 s, 2.0 tokens a second, 2.00x plain, same text"
     assert other == "x      3 tokens in 6.0 s, 0.5 tokens a second, 0.50x plain, differs at token 3"

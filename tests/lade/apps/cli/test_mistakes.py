@@ -41,14 +41,12 @@ def test_each_command_has_help_that_fits_a_terminal(command: str) -> None:
     assert done.code == 0
     lines = done.out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert len(lines) <= (42 if command == "serve" else 70)
+    assert len(lines) <= 40  # a screen
     # Paragraphs flow: a line ends where the next word would not fit.
     for line, after in pairwise(lines):
         is_prose = line.startswith(" ") and after.startswith(" ") and line.strip()
         if is_prose and after.strip() and not after.strip().startswith("•"):
             assert len(line.rstrip()) + 1 + len(after.split()[0]) > 76, line
-    if command in ("generate", "bench"):
-        assert "https://ai.google.dev/gemma/terms)." in done.out  # whole
 
 
 def test_version_and_completion() -> None:
@@ -69,8 +67,6 @@ def test_version_and_completion() -> None:
         (["--debug", "pool", "build"], "Missing argument"),
         (["serve", "--max-prefix-bytes", "-1"], "greater than or equal to 0"),
         (["serve", "--unknown-fields", "maybe"], "not one of 'refuse', 'ignore'"),
-        (["generate", "x", "--seed", str(2**63)], "less than or equal to 9223372036854775807"),
-        (["generate", "x", "--top-p", "1.5"], "Input should be less than or equal to 1"),
         (["pool", "build", "/", "--out", "a", "--capacity-tokens", "9" * 12], "equal to 536870912"),
     ],
 )
@@ -89,16 +85,9 @@ def test_unknown_words_are_told_with_what_there_is(arguments: list[str], said: s
         (["generate", "x", "--model", "https://h/a"], "the Hub is named as Qwen/Qwen3-0.6B"),
         (["generate", "x", "--dtype", "int8"], "bfloat16, float16, float64, got 'int8'"),
         *(
-            (["generate", "x", "--dtype", name], f"got '{name}'; did you mean {meant}?")
-            for name, meant in (("bf16", "bfloat16"), ("FP16", "float16"), ("double", "float64"))
-        ),
-        (["generate", "x", "--dtype", "torch.float32"], "did you mean float32?"),
-        *(
             (["generate", "x", "--device", name], f"such as cpu, got '{name}' (")
-            for name in ("", "cuda:99", "meta", "tpu")
+            for name in ("", "cuda:99", "meta", "tpu", "gpu")
         ),
-        (["generate", "x", "--device", "gpu"], "got 'gpu'; did you mean cuda?"),
-        (["generate", "x", "--device", "GPU:1"], "got 'GPU:1'; did you mean cuda:1?"),
         (["generate", "x", "--threads", "99999"], "expected 1 to 1024 threads, got 99999"),
         *(
             (["generate", "x", "--model", name], f"no such folder: {name}")
@@ -117,6 +106,13 @@ def test_unknown_words_are_told_with_what_there_is(arguments: list[str], said: s
         (["generate", "x", "--stop", ""], "expected each --stop to be a text of one character"),
         (["generate", "x", "--top-p", "0.5"], "expected a temperature above 0 with top_p=0.5"),
         (["generate", "x", "--top-k", "5"], "expected a temperature above 0 with top_k=5"),
+        (["generate", "x", "--seed", str(2**63)], "expected a seed below 2**63, got 9223372"),
+        (["generate", "x", "--seed", "-1"], "expected seed to be an integer of 0 or more"),
+        (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens to be an integer of 1"),
+        (["demo", "--max-new-tokens", "0"], "expected max_new_tokens to be an integer of 1"),
+        (["bench", "--temperature", "-1"], "expected a finite temperature"),
+        (["prewarm", "--threads", "0"], "expected 1 to 1024 threads, got 0"),
+        (["generate", "x", "--temperature", "1", "--top-p", "1.5"], "expected top_p above 0"),
         (["generate", "x", "--temperature", "1", "--top-p", "0"], "expected top_p above 0"),
         (
             ["generate", "x", "--temperature", "1", "--top-k", "-1"],
@@ -140,10 +136,15 @@ def test_unknown_words_are_told_with_what_there_is(arguments: list[str], said: s
                 ("max-queue", "-1", "expected max_queue of at least 0, got -1"),
                 ("pool-memory-bytes", "-5", "expected pool_memory_bytes of at least 0, got -5"),
                 ("grace-sec", "inf", "expected grace_sec of at least 0, got inf"),
-                ("timeout", "nan", "expected timeout_sec above 0, got nan"),
+                ("timeout", "nan", "expected timeout_sec (--timeout) above 0, got nan"),
+                ("pools", "/proc/pools", "cannot keep pools in"),
+                ("corpus", "a", "expected --corpus NAME=FILE"),
+                ("corpus", "a=/no/such/file", "no such file: /no/such/file"),
+                ("corpus", f"a={__file__}", "it is not a pool file"),
             )
         ),
         (["serve", "--host", "192.0.2.1", "--model", "y"], "cannot listen at 192.0.2.1:8000"),
+        (["serve", "--port", "70000"], "expected a port of 0 to 65535"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_is_loaded(arguments: list[str], said: str) -> None:

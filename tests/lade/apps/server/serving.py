@@ -28,8 +28,8 @@ from tests.lade.apps.server.client import QUESTION, Client, Json
 from tests.lade.tiny import tiny_model
 
 NAME = "tiny"
-# Every run takes the same steps: with a limit to candidates nothing is explored.
-REPEATING = lade.Config(max_candidates=4, max_draft_tokens=4)
+# Every run takes the same steps: no time decides how much is drafted.
+REPEATING = lade.Config(max_draft_tokens=4)
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 

@@ -126,20 +126,3 @@ def test_errors_name_no_folder_and_no_function(tmp_path: Path, body: Json) -> No
         message = error_of(client.post(path, json=body), 400)["message"]
     for word in (str(tmp_path), "()", "jinja", "Error", "NoneType", "object has"):
         assert word not in message, message
-
-
-# --- what one answer costs ------------------------------------------------------------------
-
-
-def test_top_logprobs_of_a_large_vocabulary_are_the_largest() -> None:
-    loaded = loaded_model(vocab_size=6000)
-    with serving(loaded) as client:
-        body: Json = {"prompt": "What-is", "max_tokens": 3, "logprobs": 5}
-        few = client.ask(**body)["choices"][0]["logprobs"]
-        body = {"max_tokens": 3, "logprobs": True, "top_logprobs": 20}
-        for each in client.ask(**body)["choices"][0]["logprobs"]["content"]:
-            values = [other["logprob"] for other in each["top_logprobs"]]
-            assert values == sorted(values, reverse=True)
-            assert len(values) == 20
-            assert each["logprob"] == values[0]
-        assert few["token_logprobs"] == [max(top.values()) for top in few["top_logprobs"]]

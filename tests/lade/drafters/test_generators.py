@@ -1,10 +1,13 @@
 """Generators of transformers as drafters, heads among them, beside transformers' own loop."""
 
+import copy
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
+from transformers.generation import candidate_generator as hf
 
 import lade
 from benchmarks.generators import Case, Sizes, cases, compared
@@ -35,6 +38,26 @@ def test_a_generator_adds_as_many_tokens_as_in_transformers_loop(name: str) -> N
     least = 1.0 if name == "Universal" else by_transformers.tokens_per_forward
     assert by_lade.tokens_per_forward >= least >= 1
     assert by_lade.tokens_per_forward > 1
+
+
+def sampling(call: Any, input_ids: Any, processors: Any) -> Any:
+    """Make a generator that draws from the generator that the text is drawn from."""
+    assistant = copy.deepcopy(call.model)
+    config = GenerationConfig(max_length=call.max_length, min_length=0, do_sample=True)
+    return hf.AssistedCandidateGenerator(input_ids, assistant, config, {})
+
+
+@pytest.mark.parametrize("name", ["Assisted", "Universal", "EarlyExit", "PromptLookup", "sampling"])
+def test_a_generator_changes_no_text_and_no_random_state(name: str) -> None:
+    case, num_drafted = case_of("Assisted" if name == "sampling" else name), 0
+    make = sampling if name == "sampling" else case.make
+    for drafter in (Candidates(make), Merged([CallPool(), Candidates(make)])):
+        for do_sample in (False, True):
+            config = lade.Config(max_draft_tokens=8, strict_drafter=True)
+            options: dict[str, Any] = {"do_sample": do_sample, "max_new_tokens": 30}
+            _, got = same_as_generate(case.model, ONE, drafter=drafter, config=config, **options)
+            num_drafted += got.stats.sources["candidates"].num_draft_tokens
+    assert num_drafted > 5
 
 
 class Noting:

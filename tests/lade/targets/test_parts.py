@@ -9,14 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 import lade
-from lade.attention.packed import (
-    PACKED_ROWS,
-    PACKED_SDPA,
-    Calls,
-    packed_sdpa,
-    with_calls,
-    with_held,
-)
+from lade.targets.parts import TREE_SDPA, Calls, attend, with_calls, with_held
 from tests.lade.shared import shared_model
 from tests.lade.tiny import tiny_model
 
@@ -34,7 +27,6 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_added", [False, True])
 @pytest.mark.parametrize(
     ("rows", "num_heads", "num_key_heads", "num_queries", "value_dim"),
     [(1, 6, 2, 5, 8), (3, 9, 3, 4, 8), (2, 4, 1, 7, 6), (1, 4, 4, 3, 8), (2, 6, 2, 1, 8)],
@@ -45,7 +37,6 @@ def test_it_attends_as_sdpa_does(
     num_key_heads: int,
     num_queries: int,
     value_dim: int,
-    is_added: bool,
     dtype: torch.dtype,
 ) -> None:
     torch.manual_seed(0)
@@ -55,69 +46,29 @@ def test_it_attends_as_sdpa_does(
     value = torch.randn(rows, num_key_heads, num_keys, value_dim, dtype=dtype)
     mask: Tensor = torch.rand(rows, 1, num_queries, num_keys) < 0.6
     mask[..., 0] = True
-    if is_added:
-        lowest = torch.finfo(dtype).min
-        mask = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, lowest)
     layer = Layer(num_heads // num_key_heads)
     expected, _ = AttentionInterface()["sdpa"](layer, query, key, value, mask, scaling=0.3)
-    got, weights = packed_sdpa(layer, query, key, value, mask, scaling=0.3)
+    got, weights = attend(layer, query, key, value, mask, scaling=0.3)
     assert weights is None
     assert got.shape == (rows, num_queries, num_heads, value_dim)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     assert torch.allclose(got, expected, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1, 20), (2, 6, 5, 20), None])
-def test_other_masks_are_left_to_sdpa(shape: tuple[int, ...] | None) -> None:
+@pytest.mark.parametrize("mask", [None, torch.arange(20.0).expand(2, 1, 5, 20)])
+def test_other_masks_are_left_to_sdpa(mask: Tensor | None) -> None:
     query = torch.randn(2, 6, 5, 8)
     key = value = torch.randn(2, 2, 20, 8)
-    mask = None if shape is None else torch.rand(shape) < 2
     expected, _ = AttentionInterface()["sdpa"](Layer(3), query, key, value, mask, is_causal=False)
-    got, _ = packed_sdpa(Layer(3), query, key, value, mask, is_causal=False)
+    got, _ = attend(Layer(3), query, key, value, mask, is_causal=False)
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_one_token_that_sees_all_keys_attends_as_in_generate(dtype: torch.dtype) -> None:
-    """In 16 bits without copies of keys, else by the same call, so bit for bit."""
-    torch.manual_seed(0)
-    query = torch.randn(2, 6, 1, 64, dtype=dtype)
-    key, value = torch.randn(2, 2, 2, 300, 64, dtype=dtype)
-    expected, _ = AttentionInterface()["sdpa"](Layer(3), query, key, value, None, scaling=0.125)
-    got, _ = packed_sdpa(Layer(3), query, key, value, None, scaling=0.125)
-    if dtype.itemsize > 2:
-        assert torch.equal(got, expected)
-    torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.parametrize(
-    ("num_key_value_heads", "own", "chosen"),
-    [(4, "sdpa", PACKED_SDPA), (2, "sdpa", PACKED_SDPA), (2, "eager", "eager")],
-)
-def test_it_takes_the_place_of_sdpa_alone(num_key_value_heads: int, own: str, chosen: str) -> None:
-    model = shared_model("llama", attention=own, num_key_value_heads=num_key_value_heads)
+@pytest.mark.parametrize(("own", "chosen"), [("sdpa", TREE_SDPA), ("eager", "eager")])
+def test_it_takes_the_place_of_sdpa_alone(own: str, chosen: str) -> None:
+    model = shared_model("llama", attention=own)
     assert lade.probe(model).attention == chosen
-    if own == "sdpa":  # batches run without padding
-        assert lade.probe(model, num_rows=2).attention == PACKED_ROWS
-
-
-@pytest.mark.parametrize("is_inference", [False, True])
-@pytest.mark.parametrize("num_sharing", [1, 3])
-def test_a_mask_of_booleans_is_read_again_once_it_is_written_to(
-    num_sharing: int, is_inference: bool
-) -> None:
-    with torch.inference_mode(is_inference):
-        query, key = torch.randn(1, 2 * num_sharing, 5, 8), torch.randn(1, 2, 21, 8)
-        mask = torch.rand(1, 1, 5, 21) < 0.5
-        for _ in range(2):
-            mask[..., 0] = True
-            for _ in range(2):
-                expected = scaled_dot_product_attention(
-                    query.view(1, 2, -1, 8), key, key, attn_mask=mask.repeat(1, 1, num_sharing, 1)
-                ).view(query.shape)
-                got, _ = packed_sdpa(Layer(num_sharing), query, key, key, mask)
-                assert torch.equal(got.transpose(1, 2), expected)  # bit for bit
-            mask.logical_not_()
+    assert lade.probe(model, num_rows=2).attention == chosen
 
 
 def test_batches_of_a_model_that_changes_its_masks_are_decoded_plainly() -> None:
@@ -147,7 +98,7 @@ def test_keys_that_a_model_names_beside_the_mask_are_not_passed_over(name: str) 
     keys = torch.randn(1, 2, 5, 8)
     named: dict[str, Any] = {name: torch.zeros(1, 3, 2)}
     with pytest.raises(NotImplementedError, match=name):
-        packed_sdpa(nn.Identity(), query, keys, keys, mask, **named)
+        attend(nn.Identity(), query, keys, keys, mask, **named)
 
 
 # --- calls one after the other -----------------------------------------------------------------
@@ -170,7 +121,7 @@ def test_calls_in_one_row_attend_as_each_alone(dtype: torch.dtype) -> None:
     new = torch.zeros(1, 2, sum(sizes), 8, dtype=dtype)
     keys, values = (with_held(new, [each[at] for each in held]) for at in (0, 1))
     calls = with_calls(torch.ones(1, 1, 1, 1), Calls(sizes, masks))
-    got, weights = packed_sdpa(layer, query, keys, values, calls, scaling=0.3)
+    got, weights = attend(layer, query, keys, values, calls, scaling=0.3)
     assert weights is None
     assert got.shape == (1, sum(sizes), 6, 8)
     own, start = AttentionInterface()["sdpa"], 0
@@ -181,14 +132,14 @@ def test_calls_in_one_row_attend_as_each_alone(dtype: torch.dtype) -> None:
         assert torch.allclose(got[:, start : start + size], expected, atol=tolerance, rtol=0)
         start += size
     with pytest.raises(NotImplementedError, match="softcap"):
-        packed_sdpa(layer, query, keys, values, calls, softcap=3.0)
+        attend(layer, query, keys, values, calls, softcap=3.0)
     with pytest.raises(NotImplementedError, match="keys and values change"):
-        packed_sdpa(layer, query, new, values, calls)
+        attend(layer, query, new, values, calls)
     wrong = with_calls(
         torch.ones(1, 1, 1, 1), Calls(sizes, [torch.ones(1, 1, 1, 19) > 0, *masks[1:]])
     )
     with pytest.raises(RuntimeError):
-        packed_sdpa(layer, query, keys, values, wrong)
+        attend(layer, query, keys, values, wrong)
 
 
 # --- at the sizes of real models, in 16 bits on a GPU -------------------------------------------
@@ -216,7 +167,7 @@ def test_trees_attend_as_in_float64(
     layer = Layer(num_heads // 2)
     for mask, num in ((seen.to(device), 16), (None, 1)):  # and a step without a draft
         of_nodes = query[:, :num].transpose(1, 2)
-        got, _ = packed_sdpa(layer, of_nodes, key, value, mask)
+        got, _ = attend(layer, of_nodes, key, value, mask)
         keys, values = (
             each.double().repeat_interleave(layer.num_key_value_groups, 1) for each in (key, value)
         )
