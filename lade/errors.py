@@ -48,11 +48,11 @@ class ModelFetchError(LadeError):
 
 
 class MissingExtraError(LadeError, ImportError):
-    """An optional dependency is missing; the message has the pip command."""
+    """An optional dependency is missing or too old; the message has the pip command."""
 
-    def __init__(self, module: str, extra: str) -> None:
+    def __init__(self, module: str, extra: str, what: str = "which is not installed") -> None:
         super().__init__(
-            f"this needs the package {module!r}, which is not installed; "
+            f"this needs the package {module!r}, {what}; "
             f"install it with: pip install {_requirement(extra)}"
         )
 

@@ -201,8 +201,10 @@ class TreeTarget(Target):
         num_tokens, fast_views = self._input_ids.shape[1], self._fast_views
         if fast_views is None or not fast_views.is_packed:
             return self._recorded is not None
-        if self.padding is not None and self.max_candidates is not None:
-            return False  # a model leaves padding out of its convolutions, a job does not
+        if self.padding is not None and (self.max_candidates or not self.padding[0, -1]):
+            # A model leaves padding out of its convolutions, a job does not. And where the last
+            # token is padding, what it sees decides the text: itself here, not in `generate`.
+            return False
         is_masked = self.padding is not None or num_tokens > self._least_span
         return is_masked and fast_views.pays(num_tokens)
 

@@ -3,8 +3,9 @@
 Next file: `run.py`.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ class Answer(NamedTuple):
     rows: list[list[int]]  # per sequence, the new tokens up to and including its EOS
     sec: float  # the whole call, prefill included
     stats: DecodeStats  # of methods other than lade the counts alone, without times
+    cpu_sec: float = math.nan  # of all threads; NaN if it was not measured
 
     @property
     def num_tokens(self) -> int:
@@ -44,10 +46,10 @@ Method = Callable[[Any, dict[str, Any], dict[str, Any]], Answer]
 
 def plain(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
     """Run `model.generate`."""
-    rows, sec = _standard(model, inputs, options)
+    rows, (sec, cpu_sec) = _standard(model, inputs, options)
     stats = DecodeStats(num_steps=max(map(len, rows)) - 1, num_prefills=len(rows))
     stats.num_row_steps = stats.num_committed_tokens = sum(map(len, rows)) - len(rows)
-    return Answer(rows, sec, stats)
+    return Answer(rows, sec, stats, cpu_sec)
 
 
 def assisted(**more: Any) -> Method:
@@ -70,7 +72,7 @@ def assisted(**more: Any) -> Method:
 
         hook = model.register_forward_pre_hook(count, with_kwargs=True)
         try:
-            rows, sec = _standard(model, inputs, {**options, **more})
+            rows, (sec, cpu_sec) = _standard(model, inputs, {**options, **more})
         finally:
             hook.remove()
         num_steps, num_committed = len(sizes) - 1, len(rows[0]) - 1
@@ -78,7 +80,7 @@ def assisted(**more: Any) -> Method:
         stats = DecodeStats(num_steps, num_steps, num_drafted, num_prefills=1)
         stats.num_committed_tokens = num_committed
         stats.num_accepted_tokens = max(0, num_committed - num_steps)
-        return Answer(rows, sec, stats)
+        return Answer(rows, sec, stats, cpu_sec)
 
     return answer
 
@@ -96,9 +98,9 @@ def by_lade(
     more = {"config": config, "pool": pool, "drafter": drafter, "return_dict_in_generate": True}
 
     def answer(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
-        output, sec = _timed(generate, model, {**inputs, **more, **options})
+        output, (sec, cpu_sec) = _timed(generate, model, {**inputs, **more, **options})
         rows = new_rows(model, output.sequences, inputs["input_ids"].shape[1])
-        return Answer(rows, sec, output.stats)
+        return Answer(rows, sec, output.stats, cpu_sec)
 
     return answer
 
@@ -124,15 +126,18 @@ def new_rows(model: Any, sequences: Tensor, num_prompt_tokens: int) -> list[list
 
 def _standard(
     model: Any, inputs: dict[str, Any], options: dict[str, Any]
-) -> tuple[list[list[int]], float]:
+) -> tuple[list[list[int]], tuple[float, float]]:
     # By the class's generate, in case the model is wrapped.
-    output, sec = _timed(type(model).generate, model, {**inputs, **options})
-    return new_rows(model, output, inputs["input_ids"].shape[1]), sec
+    output, took = _timed(type(model).generate, model, {**inputs, **options})
+    return new_rows(model, output, inputs["input_ids"].shape[1]), took
 
 
-def _timed(run: Callable[..., Any], model: Any, given: dict[str, Any]) -> tuple[Any, float]:
-    start = perf_counter()
+def _timed(
+    run: Callable[..., Any], model: Any, given: dict[str, Any]
+) -> tuple[Any, tuple[float, float]]:
+    """Return what a call returns, and its seconds and those of all CPU cores."""
+    start, cpu_start = perf_counter(), process_time()
     output = run(model, **given)
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
-    return output, perf_counter() - start
+    return output, (perf_counter() - start, process_time() - cpu_start)

@@ -13,7 +13,15 @@ from lade.apps.bench.run import Result, Summary, summarise
 from lade.compat import dtype_of
 from lade.compat.closeness import is_exact_in
 
-_COLUMNS = ("tokens/s", "speed-up", "MAT", "draft tokens /step", "same text", "accepted")
+_COLUMNS = (
+    "tokens/s",
+    "speed-up",
+    "tokens /CPU s",
+    "MAT",
+    "draft tokens /step",
+    "same text",
+    "accepted",
+)
 
 LOOPS = "ending in a loop"
 OVERALL = "overall"
@@ -73,6 +81,7 @@ def table(
                 f"  {method}",
                 f"{each.tokens_per_sec:.1f}",
                 "" if each.speedup is None else f"{each.speedup:.2f}x",
+                f"{each.tokens_per_cpu_sec:.1f}",
                 f"{each.mean_accepted_tokens:.2f}",
                 f"{each.draft_tokens_per_step:.1f}",
                 *("" if s is None else f"{s:.0%}" for s in (each.same_text, each.acceptance_rate)),

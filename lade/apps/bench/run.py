@@ -50,6 +50,7 @@ class Summary(NamedTuple):
     same_text: float | None  # share of sequences with plain's text; None without plain
     acceptance_rate: float | None  # None where nothing was drafted
     draft_sec_per_step: float | None  # None for methods other than lade
+    tokens_per_cpu_sec: float  # of all threads
 
 
 def contest(
@@ -117,6 +118,7 @@ def summarise(results: Sequence[Result], method: str) -> Summary:
         same,
         stats.acceptance_rate if stats.num_draft_tokens else None,
         stats.draft_sec_per_step if stats.forward_sec else None,
+        sum(each.num_tokens for each in answers) / sum(each.cpu_sec for each in answers),
     )
 
 

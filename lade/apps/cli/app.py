@@ -181,6 +181,7 @@ def bench(
     by the compiled forward pass). The columns of the table:
 
     - tokens/s: tokens of the answer, over the time of the whole call.
+    - tokens/CPU s: the same over the time of all cores.
     - MAT: mean accepted tokens, the tokens of a step; plain generate has 1.00.
     - same text: the share of answers with plain's tokens. When it samples, prompt_lookup draws
       other random numbers, so its texts differ.

@@ -251,6 +251,16 @@ def test_a_prompt_in_pieces_is_that_of_the_model_made_whole(ran: list[Ran], tmp_
     assert torch.equal(answer, whole_model.generate(text, **options))
 
 
+@pytest.mark.parametrize("mask", [[0, 0, 0], [1, 1, 0], [0, 0, 1]])
+def test_a_prompt_sees_what_it_sees_in_generate(mask: list[int], tmp_path: Path) -> None:
+    """Where its last token is padding, too: what that one sees decides the text."""
+    whole_model, text = write(tmp_path, "llama", "Q8_0"), TEXT[:, :3]
+    model = load_gguf(tmp_path / "model.gguf")
+    options: Any = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
+    options["attention_mask"] = torch.tensor([mask])
+    assert torch.equal(lade.generate(model, text, **options), whole_model.generate(text, **options))
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_a_prompt_longer_than_a_window_runs_by_a_job(
     family: str, ran: list[Ran], tmp_path: Path

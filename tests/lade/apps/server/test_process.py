@@ -5,6 +5,8 @@ import json
 import re
 import signal
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import httpx
@@ -81,10 +83,20 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(tmp_path: Path) -> N
         assert said in done.err
 
 
-def test_packages_that_are_missing_are_told_of_at_the_start(
+def test_packages_that_are_missing_or_too_old_are_told_of_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not by a request that needs them."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    """Not by a request that needs them; the releases are those that the installation asks for."""
+    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]
+    package, asked = sys.modules["lade.apps.server"], project["optional-dependencies"]["serve"]
+    assert [f"{name}>={least}" for name, least in package.NEEDED.items()] == asked[1:]
+    monkeypatch.setattr(metadata, "version", lambda name: "1.6.9")
+    with pytest.raises(ImportError, match=r"'llguidance', 1\.7 or newer, but 1\.6\.9 is"):
+        importlib.reload(package)
+
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(ImportError, match="'llguidance', which is not installed"):
-        importlib.reload(sys.modules["lade.apps.server"])
+        importlib.reload(package)
