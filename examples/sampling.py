@@ -1,4 +1,4 @@
-"""Sample with a seed: the tokens are those that plain `generate` draws, in fewer forward passes."""
+"""Sample with a seed: the tokens of plain `generate`, in fewer forward passes."""
 
 from typing import Any
 

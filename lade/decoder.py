@@ -188,9 +188,8 @@ def accepted_paths(
     Returns:
         For each row the nodes at which tokens were emitted, in order from the root.
     """
-    paths, lengths = dict[Row, list[int]](), dict[Row, int]()
-    for row in trees:
-        paths[row], lengths[row] = [], len(row.token_ids)
+    paths: dict[Row, list[int]] = {row: [] for row in trees}
+    lengths = {row: len(row.token_ids) for row in trees}
     walking = dict.fromkeys(emitting, ROOT)
     while walking:
         asked = [*walking.items()]

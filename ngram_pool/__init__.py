@@ -1,8 +1,8 @@
 """An online n-gram pool: learns token sequences as they are written, and drafts continuations.
 
-It needs numpy, numba and safetensors, for stores also filelock, and never torch. It can be used
-alone (`README.md`): an engine's draft proposer needs only `NGramPool.open_sequence` and
-`NGramPool.draft_chains`.
+It needs numpy, numba and safetensors, for stores also sortedcontainers and filelock, and never
+torch. It can be used alone (`README.md`): an engine's draft proposer needs only
+`NGramPool.open_sequence` and `NGramPool.draft_chains`.
 Reading order: `draft.py`, `pool.py`, `arrays.py`, `table.py`, `_kernels.py`; `files.py`,
 `store.py`.
 """

@@ -670,10 +670,8 @@ def add_instead(
         return num
     _, successor_ids, costs, _ = rows_of(table)
     for j in range(successor_ids.shape[1]):
-        token_id, evidence = (
-            int(successor_ids[row, j]),
-            costs[row, j] / -COST_STEPS - LEAST_LOG_PROB,
-        )
+        token_id = int(successor_ids[row, j])
+        evidence = costs[row, j] / -COST_STEPS - LEAST_LOG_PROB
         if token_id == NONE or evidence <= 0.0:
             break
         if token_id != context[0]:

@@ -24,9 +24,9 @@ class AssistantModel(Candidates):
     """A small model that drafts for a larger one: a causal LM, or one trained for its states.
 
     One object serves any number of calls, one after another or side by side. Each call has its own
-    KV cache; the measured times of drafts are kept for later calls. lade runs a causal
-    LM. A model that reads hidden states of the target (DFlash, Gemma 4's assistants) is run by
-    torch, and so is its target, for a single prompt of text that is verified by trees.
+    KV cache; the measured times of drafts are kept for later calls. lade runs a causal LM. Torch
+    runs a model that reads hidden states of the target (DFlash, Gemma 4's assistants), and the
+    target, too, for a single prompt of text that is verified by trees.
 
     Args:
         model: the assistant; it is not changed, and may be in use elsewhere.

@@ -451,9 +451,9 @@ class FusedForwards:
             UnsupportedForwardError: no job can run them.
         """
         ids, cache = inputs.get("input_ids"), inputs.get(CACHE)  # type: Any, Any
-        others = inputs.keys() - _GIVEN
+        others = [inputs[name] for name in inputs.keys() - _GIVEN]
         require(
-            (not others or all(inputs[name] is None or inputs[name] is False for name in others))
+            all(each is None or each is False for each in others)
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
             and inputs.get("return_dict", True)

@@ -1189,11 +1189,13 @@ def is_alike(positions: Tensor) -> bool:
     return bool((positions == positions[:1]).all())
 
 
-def given_to(plan: CallPlan, tensors: Mapping[Any, Tensor]) -> tuple[Iterator[Any], dict[str, Any]]:
+def given_to(plan: CallPlan, tensors: Mapping[Any, Tensor]) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments of a call, with tensors instead of placeholders."""
-    named = plan.kwargs.values()
-    put = zip(plan.kwargs, map(tensors.get, named, named), strict=True)
-    return map(tensors.get, plan.args, plan.args), dict(put)
+
+    def put(value: Any) -> Any:  # which may have no hash
+        return next((each for name, each in tensors.items() if name is value), value)
+
+    return [*map(put, plan.args)], {name: put(value) for name, value in plan.kwargs.items()}
 
 
 def _is_decay(value: Value) -> bool:

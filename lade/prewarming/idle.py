@@ -1,4 +1,4 @@
-"""Prewarming in idle time, by a thread beside those that answer."""
+"""Prewarming in idle time, by a thread of its own."""
 
 import logging
 import threading

@@ -37,6 +37,8 @@ from lade.tree import Tree, TreeTensors
 # attention would do so, too, but recompiles for every tree size.)
 MASK_IS_ADDED = {"sdpa": False, TREE_SDPA: False, "eager": True}
 
+# Arguments of every forward.
+_OF_FORWARD = {"use_cache": True, "return_dict": True}
 # Attention implementations that limit keys to the window themselves, whatever the cache holds.
 _KNOW_WINDOWS = {*MASK_IS_ADDED, "flash_attention_2", "flash_attention_3", "flash_attention_4"}
 _NUM_RECENT = 8  # steps whose mean predicts how many tokens the next one commits
@@ -130,11 +132,13 @@ class TreeTarget(Target):
 
     def prefill(self, *, is_plain: bool = False) -> Tensor:
         """Run the prompt as `generate` does, or in the forwards of other calls."""
-        positions = None if is_plain and self._recorded is None else self._prompt_positions()
-        logits = None
+        may_split = not is_plain or self._recorded is not None
+        by_masks, logits, positions = may_split and self._runs_by_masks, None, None
+        if by_masks or (may_split and self._engine_call is not None):
+            positions = self._prompt_positions()
         if positions is not None and self._engine_call is not None:
             logits = self._in_chunks(self._engine_call, positions)
-        if logits is None and positions is not None and self._runs_by_masks:
+        if logits is None and positions is not None and by_masks:
             start, num_tokens = self.cache.get_seq_length(), self._input_ids.shape[1]
             part = self._prompt_part(positions, start, num_tokens - start)
             logits = self._run(part.view, {**part.inputs, LOGITS_KEPT: 1})
@@ -245,8 +249,7 @@ class TreeTarget(Target):
             "position_ids": positions[:, nodes],
             "attention_mask": mask,
             CACHE: self.cache,
-            "use_cache": True,
-            "return_dict": True,
+            **_OF_FORWARD,
         }
         part = self._as_part(self._view, inputs, is_prompt=True)
         if not self._is_uniform:
@@ -280,8 +283,7 @@ class TreeTarget(Target):
             "position_ids": tree.depths + self.next_position(),
             "attention_mask": self._mask(tree, self.cache.length, num_slots),
             CACHE: self.cache,
-            "use_cache": True,
-            "return_dict": True,
+            **_OF_FORWARD,
         }
         for name in TOKEN_TYPES:  # those of text, if the prompt has any
             if (of_prompt := self._model_kwargs.get(name)) is not None:

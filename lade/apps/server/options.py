@@ -32,7 +32,7 @@ class ServerOptions:
     # prefixes are kept; else nothing of them is kept.
     is_for_one: bool = False
     layers: Sequence[Path] = ()  # files of read-only pools, for all requests
-    corpora: Mapping[str, Path] = field(default_factory=dict)  # those that requests name
+    corpora: Mapping[str, Path] = field(default_factory=dict)  # which requests name
     pools: Path | None = None  # folder that keeps clients' pools; None for a temporary one
     pool_memory_bytes: int = 2**30  # of all pools together
     pool_disk_bytes: int = 2**34
