@@ -19,8 +19,8 @@ from tests.lade.forward.families import QUICK, model_of
 FAMILIES = [*QUICK, "deepseek_v2", "qwen3_next", "phimoe", "dots1-window"]
 
 
-def is_same(model: Any, ids: Tensor = ONE) -> None:
-    same_as_generate(model, ids, knows=True, config=EIGHT, eos_token_id=None)
+def is_same(model: Any, ids: Tensor = ONE, **options: Any) -> None:
+    same_as_generate(model, ids, knows=True, config=EIGHT, eos_token_id=None, **options)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 1e30, float("nan")])
@@ -47,7 +47,8 @@ def test_weights_may_come_after_the_first_use(
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.mul_(factor if part in name else 1.0)
-    is_same(model)
+    # Where every weight is zero or huge, so is every logit: no verdict, and none is remembered.
+    is_same(model, plainly=None if part else "no check can compare them")
     model.load_state_dict(weights)
     ran.clear()
     is_same(model)
