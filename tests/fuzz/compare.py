@@ -349,9 +349,11 @@ def record(
     random.seed(1)
     np.random.seed(1)
     foreign = _foreign_state()
-    if may_fail and isinstance(mask := arguments.get("attention_mask"), Tensor) and mask.dim() == 2:
-        # What padding attends to, alone, follows the length of the forward that ran it; where
-        # drafts fail, that is another one.
+    is_other_length = may_fail or "cache_implementation" in arguments
+    mask = arguments.get("attention_mask")
+    if is_other_length and isinstance(mask, Tensor) and mask.dim() == 2:
+        # What padding attends to, alone, follows the length of the forward that ran it, which is
+        # another one where drafts fail, and the whole cache's where that is static.
         run.padding = mask == 0
     try:
         with quiet(), _noting_doubts(run, may_fail):
