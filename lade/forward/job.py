@@ -47,7 +47,7 @@ from lade.forward.reading import (
 )
 from lade.forward.table import WITH_DIGITS, Held, Weights, added_in
 from lade.forward.watching import tensors_of
-from lade.forward.workers import Run, most_threads
+from lade.forward.workers import NumThreads, Run
 from lade.machine.threads import alone
 from lade.targets.inputs import LOGITS_KEPT
 from lade.targets.joint import JointCache
@@ -162,6 +162,7 @@ class FusedForwards:
         self._has_more = len(plan.last) > 2  # behind the layers than a program and the head
         self._is_slow = False
         self._workspaces: list[_Workspace] = []
+        self._threads = NumThreads()
         self._weights = Weights(plan, self._kinds, keeping, compiled, names)
         require(self._weights.fit(), "its weights are no plain matrices")
         self._is_unchanged = is_unchanged if any(adapters_of(plan)) else None
@@ -351,7 +352,7 @@ class FusedForwards:
             )
             job = np.zeros(words.JOB_SIZE, np.int64)
             job[words.NUM_TOKENS], job[words.HIDDEN] = size, sizes.hidden
-            job[words.NUM_THREADS], job[words.TILES] = most_threads(), self._tiles
+            job[words.NUM_THREADS], job[words.TILES] = self._threads.choose(size), self._tiles
             job[words.PARTS], job[words.NUM_PARTS] = parts.ctypes.data, len(request.parts)
             job[words.CACHES] = caches.ctypes.data
             job[words.BETWEEN_SIZE] = sizes.between
@@ -395,7 +396,10 @@ class FusedForwards:
         else:
             job[words.KEPT], job[words.NUM_KEPT] = piece.kept.ctypes.data, len(piece.kept)
             job[words.LOGITS] = logits.data_ptr()
+        begin = perf_counter()
         self._run(self._function, job.ctypes.data, num_threads)
+        if phases == (0, self._weights.num_phases):
+            self._threads.record(num_threads, num, perf_counter() - begin)
         self._workspaces.append(workspace)
 
     def _caches(self, request: _JobRequest) -> NDArray[np.int64] | None:
