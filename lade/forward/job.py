@@ -47,7 +47,7 @@ from lade.forward.reading import (
 )
 from lade.forward.table import WITH_DIGITS, Held, Weights, added_in
 from lade.forward.watching import tensors_of
-from lade.forward.workers import NumThreads, Run
+from lade.forward.workers import NumThreads, Run, most_threads
 from lade.machine.threads import alone
 from lade.targets.inputs import LOGITS_KEPT
 from lade.targets.joint import JointCache
@@ -352,7 +352,9 @@ class FusedForwards:
             )
             job = np.zeros(words.JOB_SIZE, np.int64)
             job[words.NUM_TOKENS], job[words.HIDDEN] = size, sizes.hidden
-            job[words.NUM_THREADS], job[words.TILES] = self._threads.choose(size), self._tiles
+            is_whole = request.by_layers is None  # else no time is learned of it
+            num_threads = self._threads.choose(size) if is_whole else most_threads()
+            job[words.NUM_THREADS], job[words.TILES] = num_threads, self._tiles
             job[words.PARTS], job[words.NUM_PARTS] = parts.ctypes.data, len(request.parts)
             job[words.CACHES] = caches.ctypes.data
             job[words.BETWEEN_SIZE] = sizes.between
