@@ -9,6 +9,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor
 
 import lade
+from lade.drafting.tables import Table
 from ngram_pool import NGramPool
 from tests.fuzz.inside import CACHE, proofs_after, settle, without_compiler
 from tests.fuzz.parts import Log, pool_of
@@ -293,7 +295,7 @@ def failing(model: Any, after: int) -> Any:
 # --- what lade knows of a model -----------------------------------------------------------------
 
 
-def random_table(seed: int, vocab_size: int) -> NGramPool:
+def random_table(seed: int, vocab_size: int) -> Table:
     """Return a table as `lade.prewarm` makes it, of random contents."""
     rng = np.random.default_rng(seed)
     table = NGramPool(seed=0)
@@ -304,7 +306,7 @@ def random_table(seed: int, vocab_size: int) -> NGramPool:
     token_ids = np.stack([rng.permutation(vocab_size)[: shape[1]] for _ in contexts])
     probs = np.sort(rng.dirichlet(np.ones(shape[1] + 1), len(contexts))[:, 1:])[:, ::-1]
     table.harvest(contexts, token_ids, np.ascontiguousarray(probs))
-    return table.as_read_only()
+    return Table(Path("random"), table.as_read_only())
 
 
 # --- calls inside of calls ----------------------------------------------------------------------

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -17,6 +18,7 @@ from lade.apps.chat.conversation import Conversation
 from lade.apps.cli import replacing
 from lade.apps.cli.loading import bar, check, console, note, tell
 from lade.apps.cli.options import DraftOptions
+from lade.drafting.tables import path_of_table, seconds_of
 from lade.errors import UserError
 from lade.models.loading import LoadedModel
 from lade.models.prompts import check_system, encode_messages, num_tokens_after
@@ -24,7 +26,6 @@ from lade.models.settings import Settings
 from lade.models.stream import TextStream, without_controls
 from lade.prewarming.idle import IdlePrewarming
 from lade.prewarming.run import Prewarmed, prewarm
-from lade.prewarming.tables import path_of_table, seconds_of
 from lade.stats import Step
 from ngram_pool import NGramPool
 
@@ -138,7 +139,7 @@ def run_chat(
 # --- lade prewarm ---------------------------------------------------------------------------
 
 
-def run_prewarm(loaded: LoadedModel, seconds: float) -> None:
+def run_prewarm(loaded: LoadedModel, seconds: float, folder: Path | None) -> None:
     """Build or extend a model's table; print its size, even after an interruption."""
     tell("Checking how the model verifies drafts")
     try:
@@ -150,19 +151,20 @@ def run_prewarm(loaded: LoadedModel, seconds: float) -> None:
                 text = f"{made.num_contexts:,} contexts ({speed:,.0f} tokens/s)"
                 bars.update(task, description=text, completed=made.seconds)
 
-            prewarm(loaded.model, seconds, progress=show)
+            prewarm(loaded.model, seconds, folder=folder, progress=show)
     finally:
-        path = path_of_table(loaded.model)
+        path = path_of_table(loaded.model, folder)
         if path.exists():
             table = NGramPool.load(path, read_only=True)
             Console(highlight=False).print(
                 f"{table.num_contexts:,} contexts in {seconds_of(table):,.0f} seconds of all runs; "
                 f"{path.stat().st_size / 10**6:.1f} MB"
             )
+            use = (
+                "used with this model from now on" if folder is None else "used beside its weights"
+            )
             console.print(
-                f"[dim]kept in {path}, and used with this model from now on; another run "
-                "adds to it[/dim]",
-                soft_wrap=True,
+                f"[dim]kept in {path}, and {use}; another run adds to it[/dim]", soft_wrap=True
             )
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import lade
+from lade.drafting.tables import path_of_table, seconds_of
 from lade.prewarming import idle as module
 from lade.prewarming.idle import IdlePrewarming
-from lade.prewarming.tables import path_of_table, seconds_of
 from ngram_pool import NGramPool
 from tests.lade.both import ONE
 from tests.lade.tiny import tiny_model
