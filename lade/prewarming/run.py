@@ -34,10 +34,10 @@ _CAPACITY_TOKENS = 2**24
 # SmolLM2, bfloat16, one core: texts of 16 / 32 / 64 tokens ran at 502 / 450 / 371 tokens a second,
 # because attention and copies of the cache cost more with each token.
 _TEXT_LENGTH = 16
-# Texts written at once: 64 / 128 / 256 / 1024 ran at 276 / 381 / 501 / 566 tokens a second there.
-# The number doubles as long as a batch takes at most `_MOST_SEC`, since a run ends only between
-# forward passes.
-_FEWEST_ROWS, _MOST_ROWS, _MOST_SEC = 64, 1024, 4.0
+# Texts written at once: 64 / 128 / 256 / 1024 ran at 276 / 381 / 501 / 566 tokens a second there; a
+# KV cache of more texts takes memory beside a server's. The number doubles as long as a batch takes
+# at most `_MOST_SEC`, since a run ends only between forward passes.
+_FEWEST_ROWS, _MOST_ROWS, _MOST_SEC = 64, 256, 4.0
 _LEAST_MENTION = 1e-6  # of tokens that were never mentioned
 # Factor on the probability of pairs that the table has. With it, SmolLM2 accepts after a minute as
 # many tokens as after 100 seconds without it; a thirtieth is worse than a fifth.
@@ -124,7 +124,6 @@ class TableWriter:
     Args:
         model: a transformers causal LM, which is not changed.
         folder: of `lade.pool`; None for the user's cache.
-        most_rows: maximum number of texts written at once.
 
     Attributes:
         path: the table's file.
@@ -137,9 +136,7 @@ class TableWriter:
         OSError, UnsupportedModelError, UnsupportedOptionError, ValueError: as `prewarm` does.
     """
 
-    def __init__(
-        self, model: Model, folder: Path | None = None, most_rows: int = _MOST_ROWS
-    ) -> None:
+    def __init__(self, model: Model, folder: Path | None = None) -> None:
         self.model = model = unwrapped(model)
         refuse_encoder_decoder(model)
         refuse_sharded(model)
@@ -154,7 +151,7 @@ class TableWriter:
                 f"{type(model).__name__}. {reasons}"
             )
         self.seconds, self.num_tokens = 0.0, 0
-        self._most_rows, self._num_rows = most_rows, min(_FEWEST_ROWS, most_rows)
+        self._num_rows = _FEWEST_ROWS
         self._rng = np.random.default_rng()  # different texts in every run and process
         config = model.config.get_text_config(decoder=True)
         # Many models treat the very first token of a text unlike any other: it is this one.
@@ -203,7 +200,7 @@ class TableWriter:
                     self._num_rows //= 2
                     continue
                 if 2 * (time.monotonic() - began) < _MOST_SEC:
-                    self._num_rows = min(2 * self._num_rows, self._most_rows)
+                    self._num_rows = min(2 * self._num_rows, _MOST_ROWS)
 
     def save(self) -> None:
         """Write what was learned since the last `save` to the file."""

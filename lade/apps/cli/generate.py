@@ -18,7 +18,6 @@ from lade.apps.chat.conversation import Conversation
 from lade.apps.cli import replacing
 from lade.apps.cli.loading import bar, check, console, note, tell
 from lade.apps.cli.options import DraftOptions
-from lade.drafting.tables import path_of_table, seconds_of
 from lade.errors import UserError
 from lade.models.loading import LoadedModel
 from lade.models.prompts import check_system, encode_messages, num_tokens_after
@@ -27,7 +26,6 @@ from lade.models.stream import TextStream, without_controls
 from lade.prewarming.idle import IdlePrewarming
 from lade.prewarming.run import Prewarmed, prewarm
 from lade.stats import Step
-from ngram_pool import NGramPool
 
 
 def encode_prompts(
@@ -142,30 +140,25 @@ def run_chat(
 def run_prewarm(loaded: LoadedModel, seconds: float, folder: Path | None) -> None:
     """Build or extend a model's table; print its size, even after an interruption."""
     tell("Checking how the model verifies drafts")
+    shown: Prewarmed | None = None
     try:
         with bar(TimeRemainingColumn()) as bars:
             task = bars.add_task("", total=seconds)
 
             def show(made: Prewarmed) -> None:
-                speed = made.num_tokens / max(made.seconds, 1e-9)
+                nonlocal shown
+                shown, speed = made, made.num_tokens / max(made.seconds, 1e-9)
                 text = f"{made.num_contexts:,} contexts ({speed:,.0f} tokens/s)"
                 bars.update(task, description=text, completed=made.seconds)
 
             prewarm(loaded.model, seconds, folder=folder, progress=show)
     finally:
-        path = path_of_table(loaded.model, folder)
-        if path.exists():
-            table = NGramPool.load(path, read_only=True)
-            Console(highlight=False).print(
-                f"{table.num_contexts:,} contexts in {seconds_of(table):,.0f} seconds of all runs; "
-                f"{path.stat().st_size / 10**6:.1f} MB"
-            )
-            use = (
-                "used with this model from now on" if folder is None else "used beside its weights"
-            )
-            console.print(
-                f"[dim]kept in {path}, and {use}; another run adds to it[/dim]", soft_wrap=True
-            )
+        if shown is not None and shown.path.exists():
+            size = shown.path.stat().st_size / 10**6
+            Console(highlight=False).print(f"{shown.num_contexts:,} contexts in {size:.1f} MB")
+            use = "with this model from now on" if folder is None else "beside the model's weights"
+            text = f"[dim]kept in {shown.path}, and used {use}; another run adds to it[/dim]"
+            console.print(text, soft_wrap=True)
 
 
 def note_idle_prewarming(idle: IdlePrewarming) -> None:

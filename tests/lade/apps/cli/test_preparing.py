@@ -41,7 +41,7 @@ def test_a_table_is_written_beside_the_weights_and_the_demo_names_it(
     done = run("prewarm", "--model", folder, *options, "--out", copied)
     assert done.code == 0
     path = copied / "lade.pool"
-    assert f"kept in {path}, and used beside its weights" in done.err
+    assert f"kept in {path}, and used beside the model's weights" in done.err
     done = run("demo", "--model", copied, *SHORT, "--prompt", "one")
     assert f"Drafts from the table {path}" in done.out
     assert "error: " in run("prewarm", "--model", folder, *options, "--out", path).error_line
