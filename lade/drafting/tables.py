@@ -67,7 +67,7 @@ def path_beside(model: Model, *, fetches: bool = False) -> str | None:
         fetches: whether to ask the Hub; without, nothing is looked for but on this machine.
     """
     config = unwrapped(model).config
-    name = getattr(config, "name_or_path", "")
+    name = getattr(config, "name_or_path", None) or ""
     place = os.path.dirname(name) if os.path.isfile(name) else name  # of a GGUF file
     revision = getattr(config, "_commit_hash", None)
     with suppress(OSError):  # it is not there, or the Hub is not
@@ -101,17 +101,3 @@ def label_of(model: Model) -> str:
     if fingerprint is None:
         raise UnsupportedModelError(f"{name} has no weights in memory to be recognised by")
     return fingerprint
-
-
-def seconds_of(table: NGramPool) -> float:
-    """Return the seconds of all runs that wrote a table.
-
-    Raises:
-        UserError: it is another pool.
-    """
-    with suppress(ValueError):
-        if not len(table):
-            return float(table.note or 0.0)
-    raise UserError(
-        f"expected a table of lade prewarm, got a pool of {len(table):,} tokens, {table.note!r}"
-    )

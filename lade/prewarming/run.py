@@ -21,8 +21,8 @@ from transformers import GenerationConfig
 from lade.compat import Model, device_of_inputs, unwrapped
 from lade.compat.view import apart
 from lade.drafting.successors import Successors, rank, with_others
-from lade.drafting.tables import label_of, path_of_table, seconds_of, table_for
-from lade.errors import UnsupportedModelError
+from lade.drafting.tables import label_of, path_of_table, table_for
+from lade.errors import UnsupportedModelError, UserError
 from lade.probing.plan import plan_of_calls
 from lade.probing.profile import Profiles
 from lade.probing.rules import refuse_encoder_decoder, refuse_sharded
@@ -170,8 +170,10 @@ class TableWriter:
         self._opened = ExitStack()
         self._store = self._opened.enter_context(store)
         self.table = self._opened.enter_context(store.open(self.path.stem))
-        saved_sec = seconds_of(self.table)
-        self.saved_sec = saved_sec if self.table.num_contexts else 0.0  # it was of other weights
+        if num := len(self.table):
+            raise UserError(f"expected a table of lade prewarm, got a pool of {num:,} tokens")
+        # A file of other weights was emptied, but for its note.
+        self.saved_sec = float(self.table.note or 0.0) if self.table.num_contexts else 0.0
         # How often each token is to be expected, by the likely successors.
         self._mentions = np.zeros(config.vocab_size)
         for token_id, count in self.table.unigrams().items():

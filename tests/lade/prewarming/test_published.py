@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lade
 from ngram_pool import NGramPool
@@ -47,6 +48,7 @@ def test_a_table_beside_the_weights_is_drafted_from_and_named(tmp_path: Path) ->
     assert lade.probe(model).table == made.path
     assert f"\n  drafts from the table {made.path}" in str(lade.probe(model))
     assert num_drafted(model) > before
+    assert lade.probe(model_of(tmp_path).to(torch.bfloat16)).table == made.path
     file = tmp_path / "model.gguf"
     file.touch()
     assert lade.probe(model_of(file)).table == made.path
