@@ -8,8 +8,10 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -31,7 +33,19 @@ def model_of(folder: Path, *, seed: int = 1) -> Any:
 
 
 def prewarm(model: Any, folder: Path | None = None) -> Any:
-    return lade.prewarm(model, 60, max_tokens=2000, folder=folder)
+    return lade.prewarm(model, 60, max_tokens=1000, folder=folder)
+
+
+@cache
+def num_drafted_without() -> int:
+    return num_drafted(tiny_model("llama", seed=1))
+
+
+@cache
+def published() -> bytes:
+    """The table of those weights."""
+    with TemporaryDirectory() as folder:
+        return bytes(prewarm(tiny_model("llama", seed=1), Path(folder)).path.read_bytes())
 
 
 def num_drafted(model: Any) -> int:
@@ -40,14 +54,13 @@ def num_drafted(model: Any) -> int:
 
 
 def test_a_table_beside_the_weights_is_drafted_from_and_named(tmp_path: Path) -> None:
-    before = num_drafted(model_of(tmp_path))
     made = prewarm(tiny_model("llama", seed=1), tmp_path)
     assert made.path == tmp_path / "lade.pool"
     assert made.path.stat().st_mode & 0o777 == 0o644
     model = model_of(tmp_path)
     assert lade.probe(model).table == made.path
     assert f"\n  drafts from the table {made.path}" in str(lade.probe(model))
-    assert num_drafted(model) > before
+    assert num_drafted(model) > num_drafted_without()
     assert lade.probe(model_of(tmp_path).to(torch.bfloat16)).table == made.path
     file = tmp_path / "model.gguf"
     file.touch()
@@ -100,21 +113,21 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("kind", BAD)
 def test_a_table_that_does_not_fit_is_named_once_and_not_used(kind: str, tmp_path: Path) -> None:
     spoil, reason = BAD[kind]
-    before = num_drafted(model_of(tmp_path))
-    path = prewarm(model_of(tmp_path), tmp_path).path
+    path = tmp_path / "lade.pool"
+    path.write_bytes(published())
     spoil(path)
     bad, model = path.read_bytes(), model_of(tmp_path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert lade.probe(model).table is None
-        assert [num_drafted(model) for _ in range(2)] == [before] * 2
+        assert [num_drafted(model) for _ in range(2)] == [num_drafted_without()] * 2
     (said,) = [str(each.message) for each in caught]
     assert re.match(f"lade does not use its table for LlamaForCausalLM: {path}.*{reason}", said)
     assert path.read_bytes() == bad
 
 
 def test_new_weights_get_a_new_table_in_place_of_the_old(tmp_path: Path) -> None:
-    prewarm(model_of(tmp_path), tmp_path)
+    (tmp_path / "lade.pool").write_bytes(published())
     with pytest.warns(UserWarning, match="successors, unigrams and weights are left out"):
         made = prewarm(model_of(tmp_path, seed=2), tmp_path)
     assert lade.probe(model_of(tmp_path, seed=2)).table == made.path
@@ -186,6 +199,7 @@ def answer(env: dict[str, str], *arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.exhaustive  # processes that begin anew
 def test_loading_fetches_the_table_and_generating_asks_no_hub(
     hub: tuple[dict[str, str], list[str]], tmp_path: Path
 ) -> None:
