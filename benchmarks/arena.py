@@ -34,9 +34,9 @@ from lade.apps.bench.run import Result, stats_of
 from lade.apps.cli.bench import describe_model
 from lade.apps.cli.generate import encode_prompts
 from lade.config import Config
+from lade.drafting.tables import table_for
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
-from lade.prewarming.tables import table_for
 from lade.probing.plan import probe
 from lade.stats import ends_in_loop
 
@@ -207,7 +207,7 @@ def run(
         "prompts": chosen.described,
         "methods": {name: METHODS[name].description for name in methods},
         "draft_sizes": [*draft_sizes],
-        "num_table_contexts": None if prewarmed is None else prewarmed.num_contexts,
+        "num_table_contexts": None if prewarmed is None else prewarmed.pool.num_contexts,
         "verification": probe(loaded.model).verification,
         "costs": None if costs is None else fingerprint(costs),
         "interrupted": kept.by is not None,

@@ -24,9 +24,9 @@ from lade.apps.cli.loading import console
 from lade.config import Config
 from lade.drafting.sources import PoolDrafter
 from lade.drafting.successors import Successors
+from lade.drafting.tables import table_for
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
-from lade.prewarming.tables import table_for
 from lade.stats import ends_in_loop
 from ngram_pool import NGramPool, _kernels
 
@@ -164,7 +164,7 @@ def run(loaded: LoadedModel, chosen: Chosen, settings: Settings, file: Path | No
     """Answer the prompts, fit weights to what pools received meanwhile, print and write them."""
     config = Config(max_draft_tokens=_MAX_DRAFT_TOKENS)
     table = table_for(loaded.model)
-    layers = () if table is None else (table,)
+    layers = () if table is None else (table.pool,)
     if table is None:
         console.print("without a table (lade prewarm), the weights of tables are not fitted")
     lessons: list[Lesson] = []
@@ -184,7 +184,7 @@ def run(loaded: LoadedModel, chosen: Chosen, settings: Settings, file: Path | No
         "max_draft_tokens": config.max_draft_tokens,
         "prompts": chosen.described,
         "num_answers": len(lessons),
-        "num_table_contexts": None if table is None else table.num_contexts,
+        "num_table_contexts": None if table is None else table.pool.num_contexts,
         "rates": [*RATES],
     }
     content = {"environment": environment(), "settings": described}

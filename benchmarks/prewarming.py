@@ -19,9 +19,9 @@ from lade.apps.bench.methods import Method, by_lade
 from lade.apps.cli.bench import describe_model
 from lade.config import Config
 from lade.drafting.sources import PoolDrafter
+from lade.drafting.tables import path_of_table
 from lade.models.prompts import encode
 from lade.models.settings import Settings
-from lade.prewarming.tables import path_of_table
 from ngram_pool import NGramPool
 
 if TYPE_CHECKING:

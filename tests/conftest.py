@@ -54,5 +54,5 @@ def no_files_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     folder = tmp_path_factory.getbasetemp() / "tables" / secrets.token_hex(8)
     with pytest.MonkeyPatch.context() as patch:
         if "lade" in sys.modules:  # else the test does not load it
-            patch.setattr("lade.prewarming.tables.tables_folder", lambda: folder / "tables")
+            patch.setattr("lade.drafting.tables.tables_folder", lambda: folder / "tables")
         yield

@@ -87,7 +87,7 @@ CATCHES_ANYTHING = {
     "lade/models/converted.py": 1,
     "lade/models/loading.py": 3,
     "lade/prewarming/idle.py": 1,
-    "lade/prewarming/tables.py": 1,
+    "lade/drafting/tables.py": 1,
     "lade/apps/server/limits.py": 1,
     "lade/targets/joint.py": 1,
     "lade/engine/turns.py": 1,

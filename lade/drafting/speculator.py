@@ -338,11 +338,8 @@ class Speculator:
             logits: [1, num_nodes, vocab_size or more].
             ranked: ranks of these logits if they are known, or None.
         """
-        num_successors = 0
-        for source in self._sources:
-            if not source.has_failed:
-                num_successors = max(num_successors, source.num_successors)
-        if num_successors == 0:
+        wanted = [0, *(each.num_successors for each in self._sources if not each.has_failed)]
+        if not (num_successors := max(wanted)):
             return None
         known = logits[..., : self._call.vocab_size]
         # Ranks of wider logits may contain tokens that the model has no embeddings for.

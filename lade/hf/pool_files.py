@@ -9,7 +9,7 @@ from os import PathLike
 from typing import Any
 
 from lade.compat import Model
-from lade.prewarming.fingerprint import fingerprint_of
+from lade.compat.fingerprint import fingerprint_of
 from ngram_pool import NGramPool
 
 

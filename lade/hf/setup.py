@@ -15,7 +15,6 @@ from lade.drafting.speculator import Speculator
 from lade.hf.call import Call
 from lade.hf.stopping import Outputs
 from lade.machine.garbage import without_collection
-from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.rules import longest_draft
 from lade.sampling.choice import Choice
 from lade.sampling.exact import exact_choice
@@ -77,8 +76,8 @@ def set_up(
 def _pool_drafter(call: Call, pools: CallPools, max_candidates: int | None) -> Drafter:
     """Return a drafter that uses the pools of the call and the table of its model."""
     learning, layers = pools
-    table = prewarmed_table_of(call.model, call.profile)
-    layers = layers if table is None else (*layers, table)
+    if (table := call.profile.table_of(call.model)) is not None:
+        layers = (*layers, table.pool)
     with without_collection():  # the first pool loads or compiles its kernels
         pool = NGramPool() if learning is None else learning
         return PoolDrafter(pool, max_candidates, layers)

@@ -86,6 +86,8 @@ def load(
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
+        from lade.drafting.tables import path_beside
+
     usual = "cuda" if torch.cuda.is_available() else "cpu"
     there = _device_of(device if device is not None else usual)
     chosen_dtype = getattr(torch, dtype) if dtype else native_dtype(there)
@@ -121,6 +123,7 @@ def load(
                 options["dtype"] = chosen_dtype
                 model = AutoModelForCausalLM.from_pretrained(source, **options).to(there)
             model = model.eval()
+            path_beside(model, fetches=True)  # calls look on this machine alone
     defaults = model.generation_config
     if defaults.pad_token_id is None and (eos := defaults.eos_token_id) is not None:
         # What transformers would choose, too, with a line in each call that says so.

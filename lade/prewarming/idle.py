@@ -12,7 +12,6 @@ logger = logging.getLogger(__name__)
 
 #: Minutes of all runs together, after which a table gains too little for the electricity.
 MOST_MINUTES = 30
-_MOST_ROWS = 256  # texts at once: their KV cache takes memory beside a server's
 _LOOK_SEC = 0.5  # between checks for other work
 _NUM_LOOKS = 2  # checks in a row that must find no other work before prewarming begins
 _SAVE_SEC = 60.0  # of work, after which calls get the results
@@ -33,7 +32,7 @@ class IdlePrewarming:
     """
 
     def __init__(self, model: Model, is_idle: Callable[[], bool]) -> None:
-        self._writer, self._is_idle = TableWriter(model, most_rows=_MOST_ROWS), is_idle
+        self._writer, self._is_idle = TableWriter(model), is_idle
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lade-prewarm", daemon=True)
         self._thread.start()

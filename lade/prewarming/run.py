@@ -21,9 +21,9 @@ from transformers import GenerationConfig
 from lade.compat import Model, device_of_inputs, unwrapped
 from lade.compat.view import apart
 from lade.drafting.successors import Successors, rank, with_others
-from lade.errors import UnsupportedModelError
-from lade.prewarming.tables import path_of_table, seconds_of
-from lade.probing.plan import probe
+from lade.drafting.tables import label_of, path_of_table, table_for
+from lade.errors import UnsupportedModelError, UserError
+from lade.probing.plan import plan_of_calls
 from lade.probing.profile import Profiles
 from lade.probing.rules import refuse_encoder_decoder, refuse_sharded
 from lade.probing.selfcheck import unchanged_random_state
@@ -34,10 +34,10 @@ _CAPACITY_TOKENS = 2**24
 # SmolLM2, bfloat16, one core: texts of 16 / 32 / 64 tokens ran at 502 / 450 / 371 tokens a second,
 # because attention and copies of the cache cost more with each token.
 _TEXT_LENGTH = 16
-# Texts written at once: 64 / 128 / 256 / 1024 ran at 276 / 381 / 501 / 566 tokens a second there.
-# The number doubles as long as a batch takes at most `_MOST_SEC`, since a run ends only between
-# forward passes.
-_FEWEST_ROWS, _MOST_ROWS, _MOST_SEC = 64, 1024, 4.0
+# Texts written at once: 64 / 128 / 256 / 1024 ran at 276 / 381 / 501 / 566 tokens a second there; a
+# KV cache of more texts takes memory beside a server's. The number doubles as long as a batch takes
+# at most `_MOST_SEC`, since a run ends only between forward passes.
+_FEWEST_ROWS, _MOST_ROWS, _MOST_SEC = 64, 256, 4.0
 _LEAST_MENTION = 1e-6  # of tokens that were never mentioned
 # Factor on the probability of pairs that the table has. With it, SmolLM2 accepts after a minute as
 # many tokens as after 100 seconds without it; a thirtieth is worse than a fifth.
@@ -74,7 +74,8 @@ def prewarm(
         model: a transformers causal LM.
         seconds: how long to run; a forward pass in progress is finished.
         max_tokens: maximum number of tokens to run through the model; None for no limit.
-        folder: folder of the tables; None for the user's cache, where lade looks for them.
+        folder: where to write `lade.pool`, to be published with the checkpoint: lade drafts from it
+            beside the weights. None for the user's cache.
         progress: called after every forward pass with the table, and with the tokens and seconds of
             this run so far.
 
@@ -122,8 +123,7 @@ class TableWriter:
 
     Args:
         model: a transformers causal LM, which is not changed.
-        folder: folder of the tables; None for the user's cache.
-        most_rows: maximum number of texts written at once.
+        folder: of `lade.pool`; None for the user's cache.
 
     Attributes:
         path: the table's file.
@@ -136,23 +136,22 @@ class TableWriter:
         OSError, UnsupportedModelError, UnsupportedOptionError, ValueError: as `prewarm` does.
     """
 
-    def __init__(
-        self, model: Model, folder: Path | None = None, most_rows: int = _MOST_ROWS
-    ) -> None:
+    def __init__(self, model: Model, folder: Path | None = None) -> None:
         self.model = model = unwrapped(model)
         refuse_encoder_decoder(model)
         refuse_sharded(model)
         self.path = path_of_table(model, folder)
         self._model = view = apart(model).eval()
-        found = probe(view if any(each.training for each in model.modules()) else model)
+        is_training = any(each.training for each in model.modules())
+        _, found = plan_of_calls(view if is_training else model)
         if found.verification == "plain":
             reasons = "; ".join(f"{name}: {reason}" for name, reason in found.reasons.items())
             raise UnsupportedModelError(
                 "lade would not use a table: it falls back to standard decoding for "
-                f"{found.model}. {reasons}"
+                f"{type(model).__name__}. {reasons}"
             )
         self.seconds, self.num_tokens = 0.0, 0
-        self._most_rows, self._num_rows = most_rows, min(_FEWEST_ROWS, most_rows)
+        self._num_rows = _FEWEST_ROWS
         self._rng = np.random.default_rng()  # different texts in every run and process
         config = model.config.get_text_config(decoder=True)
         # Many models treat the very first token of a text unlike any other: it is this one.
@@ -164,13 +163,17 @@ class TableWriter:
         self._model.generation_config = GenerationConfig(
             max_new_tokens=min(_TEXT_LENGTH, longest - 2), do_sample=False
         )
-        self._opened, name = ExitStack(), self.path.stem
-        store = PoolStore(
-            self.path.parent, save_every_sec=math.inf, model=name, capacity_tokens=_CAPACITY_TOKENS
-        )
+        if not self.path.exists() and (known := table_for(model)) is not None:
+            known.pool.save(self.path)  # the checkpoint's to begin with, or one's own to publish
+        options: Any = {"save_every_sec": math.inf, "capacity_tokens": _CAPACITY_TOKENS}
+        store = PoolStore(self.path.parent, model=label_of(model), **options)
+        self._opened = ExitStack()
         self._store = self._opened.enter_context(store)
-        self.table = self._opened.enter_context(store.open(name))
-        self.saved_sec = seconds_of(self.table)
+        self.table = self._opened.enter_context(store.open(self.path.stem))
+        if num := len(self.table):
+            raise UserError(f"expected a table of lade prewarm, got a pool of {num:,} tokens")
+        # A file of other weights was emptied, but for its note.
+        self.saved_sec = float(self.table.note or 0.0) if self.table.num_contexts else 0.0
         # How often each token is to be expected, by the likely successors.
         self._mentions = np.zeros(config.vocab_size)
         for token_id, count in self.table.unigrams().items():
@@ -199,7 +202,7 @@ class TableWriter:
                     self._num_rows //= 2
                     continue
                 if 2 * (time.monotonic() - began) < _MOST_SEC:
-                    self._num_rows = min(2 * self._num_rows, self._most_rows)
+                    self._num_rows = min(2 * self._num_rows, _MOST_ROWS)
 
     def save(self) -> None:
         """Write what was learned since the last `save` to the file."""
@@ -207,6 +210,8 @@ class TableWriter:
             self.saved_sec += self.seconds
             self.seconds, self.table.note = 0.0, str(self.saved_sec)
             self._store.save()
+            with suppress(FileNotFoundError):  # nothing was learned
+                self.path.chmod(0o644)  # it holds no text
             for profile in Profiles.of(self.model):  # so that the next call reads the table again
                 profile.found.pop("prewarmed", None)
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -173,6 +174,8 @@ class Probe:
         execution: How forward passes that verify drafts are executed.
         why_by_torch: Why a model on a CPU is run by torch, module by module, and which module is
             the reason; None where the compiled forward pass may run it, and on other devices.
+        table: File of the prewarmed table that calls draft from: your own, or else the `lade.pool`
+            beside the weights; None if there is none.
     """
 
     model: str
@@ -181,13 +184,27 @@ class Probe:
     reasons: Mapping[Verification, str]
     execution: Execution = "eager"
     why_by_torch: str | None = None
+    table: Path | None = None
 
     def __str__(self) -> str:
         how = f"attention: {self.attention}, execution: {self.execution}"
         lines = [f"{self.model} verifies drafts by: {self.verification} ({how})"]
         lines += [f"  not {verification}: {why}" for verification, why in self.reasons.items()]
         lines += [f"  run by torch: {self.why_by_torch}"] * (self.why_by_torch is not None)
+        lines += [f"  drafts from the table {self.table}"] * (self.table is not None)
         return "\n".join(lines)
+
+
+@torch.no_grad()
+def plan_of_calls(model: Model, num_rows: int = 1) -> tuple[Model, VerificationPlan]:
+    """Return the view of a model that calls without options run, and how they verify drafts."""
+    config = model.generation_config
+    cache: CacheKind = "static" if config.cache_implementation == "static" else "dynamic"
+    excluded: dict[Verification, str] = {}
+    if config.use_cache is False:
+        cache, excluded = "none", dict(WITHOUT_CACHE)
+    view = computing(model) if cache == "dynamic" else model
+    return view, choose_verification(view, num_rows=num_rows, cache=cache, excluded=excluded)
 
 
 def probe(model: Model, *, num_rows: int = 1, anew: bool = False) -> Probe:
@@ -211,17 +228,11 @@ def probe(model: Model, *, num_rows: int = 1, anew: bool = False) -> Probe:
     refuse_encoder_decoder(model)
     if anew:
         Profiles.of(model).forget()
-    config = model.generation_config
-    cache: CacheKind = "static" if config.cache_implementation == "static" else "dynamic"
-    excluded: dict[Verification, str] = {}
-    if config.use_cache is False:
-        cache, excluded = "none", dict(WITHOUT_CACHE)
+    view, chosen = plan_of_calls(model, num_rows)
     with torch.no_grad():
         is_on_cpu = device_of_inputs(model).type == "cpu"
-        view = computing(model) if cache == "dynamic" else model
-        chosen = choose_verification(view, num_rows=num_rows, cache=cache, excluded=excluded)
         why_by_torch = profile_of(model).why_by_torch(model) if is_on_cpu else None
     attention = chosen.attention or attention_of(model)
-    name = type(model).__name__
+    name, table = type(model).__name__, profile_of(view).table_of(view)
     found = chosen.verification, attention, chosen.reasons, chosen.execution
-    return Probe(name, *found, why_by_torch)
+    return Probe(name, *found, why_by_torch, table and table.path)

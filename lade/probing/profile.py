@@ -13,6 +13,7 @@ from lade.compat import Model, device_of_inputs, dtype_of, unwrapped
 from lade.compat.attempts import Attempt
 from lade.compat.view import FastViews
 from lade.config import Execution, Verification
+from lade.drafting.tables import Table, table_for
 from lade.forward.job import forwards_for, why_by_torch
 from lade.forward.widening import NARROW, WidenedModel, why_rounded
 from lade.machine.generators import are_random_states, put_back, random_states
@@ -79,6 +80,10 @@ class Profile:
     ) -> dict[int, Seconds]:
         """Return what steps of a method cost, by the bit length of the number of rows."""
         return self.once(("costs", verification, execution, is_fast), dict[int, Seconds])
+
+    def table_of(self, model: Model) -> Table | None:
+        """Return the model's prewarmed table, or None."""
+        return self.once("prewarmed", lambda: table_for(model))
 
     def layout_of(self, model: Model) -> TreeLayout:
         """Return the cache layout of the model's layers.

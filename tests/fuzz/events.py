@@ -9,6 +9,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -293,7 +294,7 @@ def failing(model: Any, after: int) -> Any:
 # --- what lade knows of a model -----------------------------------------------------------------
 
 
-def random_table(seed: int, vocab_size: int) -> NGramPool:
+def random_table(seed: int, vocab_size: int) -> Any:
     """Return a table as `lade.prewarm` makes it, of random contents."""
     rng = np.random.default_rng(seed)
     table = NGramPool(seed=0)
@@ -304,7 +305,7 @@ def random_table(seed: int, vocab_size: int) -> NGramPool:
     token_ids = np.stack([rng.permutation(vocab_size)[: shape[1]] for _ in contexts])
     probs = np.sort(rng.dirichlet(np.ones(shape[1] + 1), len(contexts))[:, 1:])[:, ::-1]
     table.harvest(contexts, token_ids, np.ascontiguousarray(probs))
-    return table.as_read_only()
+    return SimpleNamespace(path=None, pool=table.as_read_only())
 
 
 # --- calls inside of calls ----------------------------------------------------------------------

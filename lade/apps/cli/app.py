@@ -210,18 +210,22 @@ def prewarm(
     seconds: float = option(
         120.0, min=1.0, help="Run for T seconds; another run goes on from there [120]."
     ),
+    out: Path | None = option(
+        None, metavar="FOLDER", help="Write lade.pool here, to publish it with the weights."
+    ),
     loading: LoadOptions,
 ) -> None:
     """Make a table of a model's likely next tokens, to draft from the first step on.
 
     No text is needed: the model is asked about single tokens, the most frequent first, and writes
     texts itself. The table is kept in your cache folder and used with this model from then on, also
-    in other dtypes and on other devices.
+    in other dtypes and on other devices. A lade.pool beside a model's weights is used by everyone
+    who loads them.
     """
     loaded = loading.load()
     from lade.apps.cli.generate import run_prewarm
 
-    run_prewarm(loaded, seconds)
+    run_prewarm(loaded, seconds, out)
 
 
 app.add_typer(pool, name="pool", rich_help_panel=_PREPARE)

@@ -155,6 +155,8 @@ class _Shown:
         out.print(f"[bold]Verification[/bold] by {how}")
         for verification, reason in found.reasons.items():
             out.print(f"  not by {verification}: {reason}", markup=False, soft_wrap=True)
+        if found.table is not None:
+            out.print(f"Drafts from the table {found.table}", markup=False, soft_wrap=True)
         if out.is_terminal:
             out.print(Text.assemble("\n", ("Green", DRAFTED), _LEGEND))
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -24,9 +25,7 @@ from lade.models.settings import Settings
 from lade.models.stream import TextStream, without_controls
 from lade.prewarming.idle import IdlePrewarming
 from lade.prewarming.run import Prewarmed, prewarm
-from lade.prewarming.tables import path_of_table, seconds_of
 from lade.stats import Step
-from ngram_pool import NGramPool
 
 
 def encode_prompts(
@@ -138,32 +137,28 @@ def run_chat(
 # --- lade prewarm ---------------------------------------------------------------------------
 
 
-def run_prewarm(loaded: LoadedModel, seconds: float) -> None:
+def run_prewarm(loaded: LoadedModel, seconds: float, folder: Path | None) -> None:
     """Build or extend a model's table; print its size, even after an interruption."""
     tell("Checking how the model verifies drafts")
+    shown: Prewarmed | None = None
     try:
         with bar(TimeRemainingColumn()) as bars:
             task = bars.add_task("", total=seconds)
 
             def show(made: Prewarmed) -> None:
-                speed = made.num_tokens / max(made.seconds, 1e-9)
+                nonlocal shown
+                shown, speed = made, made.num_tokens / max(made.seconds, 1e-9)
                 text = f"{made.num_contexts:,} contexts ({speed:,.0f} tokens/s)"
                 bars.update(task, description=text, completed=made.seconds)
 
-            prewarm(loaded.model, seconds, progress=show)
+            prewarm(loaded.model, seconds, folder=folder, progress=show)
     finally:
-        path = path_of_table(loaded.model)
-        if path.exists():
-            table = NGramPool.load(path, read_only=True)
-            Console(highlight=False).print(
-                f"{table.num_contexts:,} contexts in {seconds_of(table):,.0f} seconds of all runs; "
-                f"{path.stat().st_size / 10**6:.1f} MB"
-            )
-            console.print(
-                f"[dim]kept in {path}, and used with this model from now on; another run "
-                "adds to it[/dim]",
-                soft_wrap=True,
-            )
+        if shown is not None and shown.path.exists():
+            size = shown.path.stat().st_size / 10**6
+            Console(highlight=False).print(f"{shown.num_contexts:,} contexts in {size:.1f} MB")
+            use = "with this model from now on" if folder is None else "beside the model's weights"
+            text = f"[dim]kept in {shown.path}, and used {use}; another run adds to it[/dim]"
+            console.print(text, soft_wrap=True)
 
 
 def note_idle_prewarming(idle: IdlePrewarming) -> None:

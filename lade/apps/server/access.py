@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lade.apps.server.errors import ApiError
 from lade.apps.server.requests import Asked
+from lade.compat.fingerprint import fingerprint_of
 from lade.errors import UserError
 from lade.hf.pool_files import fingerprint_of_tokenizer, load_pool
 from lade.hf.pools import AnyPool, Pools
 from lade.models.loading import LoadedModel
-from lade.prewarming.fingerprint import fingerprint_of
 from ngram_pool import PoolStore
 
 if TYPE_CHECKING:

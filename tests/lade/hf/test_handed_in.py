@@ -3,7 +3,6 @@
 import functools
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,7 +88,7 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS)
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
-def test_wrappers_are_looked_through(make: Callable[[Any], Any], tmp_path: Path) -> None:
+def test_wrappers_are_looked_through(make: Callable[[Any], Any]) -> None:
     """By all that takes a model and does not generate."""
     wrapper = make(tiny_model("llama", seed=1))
     model = next(each for each in wrapper.modules() if isinstance(each, LlamaForCausalLM))
@@ -97,8 +96,8 @@ def test_wrappers_are_looked_through(make: Callable[[Any], Any], tmp_path: Path)
     options["return_dict_in_generate"] = True
     assert lade.probe(wrapper, anew=True).model == "LlamaForCausalLM"
     lade.warm_up(wrapper)
-    made = lade.prewarm(wrapper, 30, max_tokens=64, folder=tmp_path)
-    assert made.path == lade.prewarm(model, 30, max_tokens=1, folder=tmp_path).path
+    made = lade.prewarm(wrapper, 30, max_tokens=64)
+    assert made.path == lade.prewarm(model, 30, max_tokens=1).path
     reused = []
     for forgets in (False, False, True):
         if forgets:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import lade
+from lade.drafting.tables import path_of_table
 from lade.prewarming import idle as module
 from lade.prewarming.idle import IdlePrewarming
-from lade.prewarming.tables import path_of_table, seconds_of
 from ngram_pool import NGramPool
 from tests.lade.both import ONE
 from tests.lade.tiny import tiny_model
@@ -48,7 +48,7 @@ def test_it_works_while_nothing_else_is_to_be_done_and_keeps_what_it_learned() -
     assert not path.exists()
     idle.close()
     table = NGramPool.load(path)
-    assert seconds_of(table) == pytest.approx(60 * (module.MOST_MINUTES - left))
+    assert float(table.note) == pytest.approx(60 * (module.MOST_MINUTES - left))
     assert table.num_contexts > 50
     again = IdlePrewarming(model, is_idle.is_set)
     assert again.minutes_left == pytest.approx(left)
@@ -97,7 +97,7 @@ def test_it_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     idle = IdlePrewarming(model, lambda: True)
     wait_until(lambda: idle.minutes_left == 0)
     idle.close()
-    assert 0.5 <= seconds_of(NGramPool.load(path_of_table(model))) < 5
+    assert 0.5 <= float(NGramPool.load(path_of_table(model)).note) < 5
 
 
 def test_what_has_no_use_for_a_table_is_refused_and_a_failing_model_ends_it(

@@ -13,7 +13,7 @@ import safetensors.numpy
 import torch
 
 import lade
-from lade.prewarming.tables import path_of_table
+from lade.drafting.tables import path_of_table
 from ngram_pool import NGramPool
 from tests.lade.both import ONE, same_as_generate
 from tests.lade.tiny import MAMBA2, tiny_model
@@ -160,15 +160,15 @@ def test_batches_are_halved_where_memory_runs_out(
 # --- which model a table is of ------------------------------------------------------------------
 
 
-def test_a_checkpoint_has_one_table_in_all_formats(tmp_path: Path) -> None:
+def test_a_checkpoint_has_one_table_in_all_formats() -> None:
     model = tiny_model("llama", dtype=torch.float32).to(torch.bfloat16)
-    paths = {prewarm(each, tmp_path, 1).path for each in (model, model.float(), model.double())}
+    paths = {prewarm(each, max_tokens=1).path for each in (model, model.float(), model.double())}
     assert len(paths) == 1
     others = [tiny_model("mistral"), tiny_model("mistral", sliding_window=16)]
     for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"):
         others.append(tiny_model("llama", dtype=torch.float32))
         others[-1].get_parameter(name).data *= 1.02
-    assert len(paths | {prewarm(each, tmp_path, 1).path for each in others}) == 6
+    assert len(paths | {prewarm(each, max_tokens=1).path for each in others}) == 6
 
 
 def test_models_that_would_not_use_a_table_are_refused(tmp_path: Path) -> None:
@@ -220,9 +220,9 @@ def test_a_bad_file_is_ignored_with_one_warning_by_decoding_and_replaced_by_prew
 
 def test_a_pool_that_is_no_table_is_not_added_to(tmp_path: Path) -> None:
     pool, model = lade.NGramPool(), tiny_model("llama")
-    pool.note = "an hour"
+    pool.observe([5, 6, 7])
     pool.save(path_of_table(model, tmp_path))
-    with pytest.raises(ValueError, match="a table of lade prewarm, got a pool of 'an hour'"):
+    with pytest.raises(ValueError, match="of lade prewarm, got a pool of 3 tokens"):
         prewarm(model, tmp_path)
 
 

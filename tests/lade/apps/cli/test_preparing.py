@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,10 +33,24 @@ def test_prewarm_makes_a_table_and_replaces_a_damaged_one(folder: str) -> None:
     assert path.stat().st_size > 1000
 
 
+def test_a_table_is_written_beside_the_weights_and_the_demo_names_it(
+    folder: str, tmp_path: Path
+) -> None:
+    copied, options = tmp_path / "checkpoint", ("--dtype", "float32", "--seconds", 1)
+    shutil.copytree(folder, copied)
+    done = run("prewarm", "--model", folder, *options, "--out", copied)
+    assert done.code == 0
+    path = copied / "lade.pool"
+    assert f"kept in {path}, and used beside the model's weights" in done.err
+    done = run("demo", "--model", copied, *SHORT, "--prompt", "one")
+    assert f"Drafts from the table {path}" in done.out
+    assert "error: " in run("prewarm", "--model", folder, *options, "--out", path).error_line
+
+
 def test_a_model_that_is_decoded_plainly_is_not_prewarmed(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lade.prewarming.run.probe", lambda model: PLAIN)
+    monkeypatch.setattr("lade.prewarming.run.plan_of_calls", lambda model: (model, PLAIN))
     said = "falls back to standard decoding for LlamaForCausalLM. tree: trees do not"
     assert said in run("prewarm", "--model", folder).error_line
     monkeypatch.setattr("lade.apps.cli.bench.probe", lambda model: PLAIN)
