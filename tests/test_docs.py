@@ -168,7 +168,7 @@ def test_the_reference_shows_how_things_are_called_and_what_they_say() -> None:
 
 def test_every_command_is_on_its_page() -> None:
     text = (DOCS / "reference" / "cli.md").read_text()
-    for name in ("generate", "demo", "prewarm", "pool build", "bench"):
+    for name in ("generate", "demo", "prewarm", "warm-up", "pool build", "bench"):
         assert f"\n## lade {name}\n" in text
     assert re.search(r"^\| `--max-new-tokens` \w+ \| .*\. Default: `256`\. \|$", text, re.MULTILINE)
 

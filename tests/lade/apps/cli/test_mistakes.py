@@ -16,7 +16,7 @@ from ngram_pool import PoolFileError
 from tests.lade.apps.cli.command import SHORT, run
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[4]
-COMMANDS = ["generate", "chat", "serve", "demo", "bench", "prewarm", "pool build"]
+COMMANDS = ["generate", "chat", "serve", "demo", "bench", "prewarm", "warm-up", "pool build"]
 
 
 # --- help ---------------------------------------------------------------------------------------

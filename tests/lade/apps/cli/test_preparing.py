@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import lade
+from ngram_pool.caching import writable_by_others
 from tests.lade.apps.cli.command import SHORT, run
 
 PLAIN = lade.Probe("LlamaForCausalLM", "plain", None, {"tree": "trees do not grow here"})
@@ -65,6 +66,25 @@ def test_the_first_run_compiles_beside_loading_in_processes_that_end(
     assert "no-model" in run("generate", "x", "--model", tmp_path / "no-model").error_line
     assert len(begun) == 2 * is_first
     assert all(process.returncode is not None for process in begun)
+
+
+def test_all_users_share_what_no_other_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = tmp_path / "code"
+    (code / "__pycache__").mkdir(parents=True)
+    monkeypatch.setattr("ngram_pool._kernels.__file__", str(code / "_kernels.py"))
+    monkeypatch.setattr("ngram_pool.compiling.cache_folder", lambda: tmp_path)
+    assert f"got {tmp_path}: --shared needs no" in run("warm-up", "--shared").error_line
+    monkeypatch.setattr("ngram_pool.compiling.cache_folder", lambda: code / "__pycache__")
+    masks = list[int]()
+    monkeypatch.setattr("os.umask", masks.append)
+    monkeypatch.setattr("lade.prewarming.warming.warm_up", lambda _: masks.append(0))
+    assert run("warm-up", "--shared").code == 0
+    assert masks[-2:] == [0o022, 0]  # all may read what is compiled then
+    code.chmod(0o777)
+    writable_by_others.cache_clear()
+    assert f"others can write to {code}, and so" in run("warm-up", "--shared").error_line
 
 
 # Runs code, and writes which kernels its process has, for which types.
