@@ -84,6 +84,12 @@ def test_readme_and_architecture_are_short() -> None:
     assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) < 150
 
 
+def test_the_site_has_few_pages_and_words() -> None:
+    pages = [path for path in PAGES if DOCS in path.parents]
+    assert len(pages) <= 22
+    assert sum(len(path.read_text().split()) for path in pages) <= 30_000
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
 def test_a_clone_has_two_commands_and_packages_go_into_an_environment(page: str) -> None:
     blocks = [block["code"] for block in _CODE.finditer((ROOT / page).read_text())]

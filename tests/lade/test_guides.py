@@ -75,8 +75,9 @@ def test_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("names")
-def test_front_page(capsys: pytest.CaptureFixture[str]) -> None:
-    run("index", {})
+@pytest.mark.parametrize("page", ["index", "../README"])
+def test_front_page(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(page, {})
     assert len(capsys.readouterr().out) > 64
 
 
