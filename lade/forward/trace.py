@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lade.forward.operators import MAKERS, literal
 
@@ -54,7 +53,7 @@ class Node:
         if func is not None:
             name = str(func.overloadpacket).split(".", 1)[-1]
             self.name = name.rstrip("_") if func._schema.is_mutable else name
-        self.ins = [each for each in tree_leaves((args, kwargs)) if type(each) is Value]
+        self.ins = [each for each in _leaves((args, [*kwargs.values()])) if type(each) is Value]
         self.outs: list[Value] = []
 
 
@@ -91,10 +90,11 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _DECOMPOSED or (func is _PRODUCT and _are_complex(*args)):
             with self:
                 return _DECOMPOSED.get(func, _product_of_complex)(*args, **kwargs)
-        node = Node(func, *tree_map(self._value_or_same, (args, kwargs)))
+        named = {name: self._values_in(each) for name, each in kwargs.items()}
+        node = Node(func, self._values_in(args), named)
         self.asked += node.ins if func is torch.ops.aten._local_scalar_dense.default else []
         out = func(*args, **kwargs)
-        made = (each for each in tree_leaves(out) if isinstance(each, Tensor))
+        made = (each for each in _leaves(out) if isinstance(each, Tensor))
         values = [self._keep(Value(each, node, place)) for place, each in enumerate(made)]
         node.outs = values
         if func._schema.is_mutable:
@@ -104,8 +104,17 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         self._keep(Value(each, Node(None, (self.value(each), value), {})))
         return out
 
-    def _value_or_same(self, each: Any) -> Any:
-        return self.value(each) if isinstance(each, Tensor) else each
+    def _values_in(self, given: Any) -> Any:
+        if isinstance(given, Tensor):
+            return self.value(given)
+        return type(given)(map(self._values_in, given)) if type(given) in (tuple, list) else given
+
+
+def _leaves(given: Any) -> list[Any]:
+    """Return what lists and tuples hold, in which alone operators have tensors."""
+    if not isinstance(given, tuple | list):
+        return [given]
+    return [leaf for each in given for leaf in _leaves(each)]
 
 
 def _are_complex(*given: Any) -> bool:
