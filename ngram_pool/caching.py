@@ -53,12 +53,12 @@ class KernelCache(FunctionCache):  # type: ignore[misc]
         super().__init__(function)
         is_kept = not isinstance(self._impl.locator, _Nowhere)
         #: The folder that new code is kept in; None for none.
-        self.folder: str | None = self.cache_path if is_kept else None
+        self._cache_path: str | None = self._cache_path if is_kept else None
         self._readable = [self._cache_file] if is_kept else []
         beside = _Nowhere(function, inspect.getfile(function))
         path, stamp = beside.get_cache_path(), beside.get_source_stamp()
         shared = IndexDataCacheFile(path, self._impl.filename_base, stamp)
-        if path == self.folder or os.name != "posix" or not Path(shared._index_path).is_file():
+        if path == self._cache_path or os.name != "posix" or not Path(shared._index_path).is_file():
             return
         if (found := writable_by_others(path)) is None:
             self._readable.append(shared)
@@ -90,7 +90,7 @@ class KernelCache(FunctionCache):  # type: ignore[misc]
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep a compiled function, if that is possible."""
-        if self.folder is None:
+        if self._cache_path is None:
             _warn(
                 "ngram_pool compiles anew in each process, for a minute or more: no cache folder "
                 "is writable; set the variable NUMBA_CACHE_DIR to one that is"
@@ -99,7 +99,7 @@ class KernelCache(FunctionCache):  # type: ignore[misc]
         try:
             super().save_overload(sig, data)
         except Exception as error:  # the disk is full, or the folder was changed
-            _warn_broken(self.folder, error)
+            _warn_broken(self._cache_path, error)
 
 
 @cache

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numba.core.dispatcher import Dispatcher
 from numpy.typing import ArrayLike, NDArray
 
 from ngram_pool import _kernels
@@ -46,7 +47,6 @@ from ngram_pool.arrays import (
     positive,
     token_ids_of,
 )
-from ngram_pool.compiling import is_first_run
 from ngram_pool.draft import Draft, DraftChains, SampledDraft
 from ngram_pool.errors import PoolFileError, ReadOnlyPoolError
 from ngram_pool.files import ARRAYS, StoredPool, packed, read_pool, write_pool
@@ -856,6 +856,13 @@ class NGramPool:
         table.put(np.zeros((1, 2), np.int64), np.zeros((1, 1), np.int32), np.ones((1, 1)))
         table.put_tree(NONE, [0], [NONE], [[0]], [[1.0]])
         table._resize(len(table.held.keys))
+
+
+def is_first_run() -> bool:
+    """Return whether a kernel that each pool needs is compiled next, and kept."""
+    kernels: list[Any] = [k for k in vars(_kernels).values() if isinstance(k, Dispatcher)]
+    caches = [kernel._cache for kernel in kernels if kernel is not _kernels.draft_rows]
+    return any(each.cache_path is not None and not each.has_code for each in caches)
 
 
 @cache

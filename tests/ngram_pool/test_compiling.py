@@ -14,7 +14,7 @@ import pytest
 from numba.core.caching import IndexDataCacheFile
 
 from ngram_pool import NGramPool, _kernels
-from ngram_pool.compiling import is_first_run
+from ngram_pool.pool import is_first_run
 
 ROOT = Path(__file__).parents[2]
 

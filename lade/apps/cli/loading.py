@@ -60,12 +60,12 @@ def compiling_beside() -> Iterator[None]:
     What they could not compile, this process compiles when it needs it.
     """
     from lade.machine.threads import num_cores_allowed
-    from ngram_pool.compiling import cache_folder, is_first_run
+    from ngram_pool.pool import is_first_run
 
     processes: list[Popen[bytes]] = []
-    is_kept, has_cores = cache_folder() is not None, os.cpu_count() != 1 != num_cores_allowed()
+    has_cores = os.cpu_count() != 1 != num_cores_allowed()
     try:
-        if is_kept and has_cores and is_first_run():
+        if has_cores and is_first_run():
             with suppress(OSError):
                 for code in _COMPILING:
                     command = [sys.executable, "-c", code]
@@ -85,7 +85,6 @@ def check_shared() -> None:
     """Let all users read what is compiled from now on; raise a `UserError` if others may write."""
     from ngram_pool import _kernels
     from ngram_pool.caching import writable_by_others
-    from ngram_pool.compiling import cache_folder
 
     os.umask(0o022)
     beside = Path(_kernels.__file__).parent / "__pycache__"
@@ -94,9 +93,10 @@ def check_shared() -> None:
             f"others can write to {found}, and so put code there that runs as lade's users; "
             f"chmod -R go-w {found}"
         )
-    if cache_folder() != beside:
+    folder = getattr(getattr(_kernels.row_of, "_cache", None), "cache_path", None)
+    if folder != str(beside):
         raise UserError(
-            f"expected to compile into {beside}, got {cache_folder()}: --shared needs no "
+            f"expected to compile into {beside}, got {folder}: --shared needs no "
             "NUMBA_CACHE_DIR, and the rights of who installed lade"
         )
 

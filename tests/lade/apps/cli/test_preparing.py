@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_the_first_run_compiles_beside_loading_in_processes_that_end(
         begun.append(subprocess.Popen(["sleep", "600"]))  # which a failure to load ends
         return begun[-1]
 
-    monkeypatch.setattr("ngram_pool.compiling.is_first_run", lambda: is_first)
+    monkeypatch.setattr("ngram_pool.pool.is_first_run", lambda: is_first)
     monkeypatch.setattr("lade.apps.cli.loading.Popen", begin)
     monkeypatch.setattr("lade.machine.threads.num_cores_allowed", lambda: 2)
     assert "no-model" in run("generate", "x", "--model", tmp_path / "no-model").error_line
@@ -74,9 +75,10 @@ def test_all_users_share_what_no_other_can_write(
     code = tmp_path / "code"
     (code / "__pycache__").mkdir(parents=True)
     monkeypatch.setattr("ngram_pool._kernels.__file__", str(code / "_kernels.py"))
-    monkeypatch.setattr("ngram_pool.compiling.cache_folder", lambda: tmp_path)
+    kernel = SimpleNamespace(_cache=SimpleNamespace(cache_path=str(tmp_path)))
+    monkeypatch.setattr("ngram_pool._kernels.row_of", kernel)
     assert f"got {tmp_path}: --shared needs no" in run("warm-up", "--shared").error_line
-    monkeypatch.setattr("ngram_pool.compiling.cache_folder", lambda: code / "__pycache__")
+    kernel._cache.cache_path = str(code / "__pycache__")
     masks = list[int]()
     monkeypatch.setattr("os.umask", masks.append)
     monkeypatch.setattr("lade.prewarming.warming.warm_up", lambda _: masks.append(0))
