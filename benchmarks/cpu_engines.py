@@ -28,6 +28,7 @@ from benchmarks.report import progress_bar, share_text, sheet, show, speedup_tex
 from lade.apps.bench.methods import new_rows
 from lade.apps.cli.bench import describe_model
 from lade.apps.cli.generate import encode_prompts
+from lade.forward.packed import formats_of
 from lade.models import LoadedModel, encode
 from lade.models.loading import gguf_in
 from lade.models.settings import Settings
@@ -90,9 +91,11 @@ def elsewhere(
         return process.submit(ask, name, start, token_ids, max_new_tokens).result()
 
     for name in names:
-        read = gguf_in(loaded.name) or gguf_in(loaded.model.config.name_or_path or loaded.name)
+        source = loaded.model.config.name_or_path or loaded.name
+        is_packed = bool(formats_of(loaded.model))  # else lade has dequantized weights
+        read = (gguf_in(loaded.name) or gguf_in(source)) if is_packed else None
         path = read or folder / f"{name}.gguf"
-        if path.parent == folder:
+        if read is None:
             write_gguf(loaded.model, loaded.tokenizer, path, ENGINES[name].dtype or start.dtype)
         for drafts in (False, True):
             process = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))

@@ -323,24 +323,26 @@ def headline(*files: str) -> str:
     """Return README's table: tokens a second of `generate`, and of others over it.
 
     Args:
-        files: results of prompts in categories, or of engines, a row each.
+        files: results of prompts in categories, or of engines, a row each; * for all of a folder.
     """
-    rows = []
-    for file in files:
+    rows, named = [], chain.from_iterable(sorted(DOCS.glob(f"{each}.json")) for each in files)
+    found = [path.relative_to(DOCS).with_suffix("").as_posix() for path in named]
+    for file in found:
         content = _read(file)
         made = content["environment"]
         machine = f"{made['cpu']}{' without AVX-512' if file.endswith('_avx2') else ''}"
         of_run = _of_engines(content) if "runs" in content else _of_categories(content)
         num_prompts, plain, ratios, worst, first = of_run
-        dtype = "4-bit file" if file.endswith("gguf") else content["settings"].get("dtype")
-        label = f"{dtype or 'float32'}, {num_prompts} prompts, {machine}"
+        dtype = content["settings"].get("dtype") or next(iter(content["runs"])).split(",")[0]
+        dtype = "4-bit file" if file.endswith("gguf") else dtype
+        label = f"{dtype}, {num_prompts} prompts, {machine}"
         cells = [speedup_text(ratios.get(name)) for name in _COLUMNS]
         cells.insert(3, worst)
         rows.append((label, f"{plain:.0f}", *cells, first))
     columns = [*_COLUMNS.values()]
     columns.insert(3, "lade, worst category")
     first = "first token, ms: `generate`, lade"
-    return _table((_model(files[0]), "`generate`, tokens/s", *columns, first), 1, rows)
+    return _table((_model(found[0]), "`generate`, tokens/s", *columns, first), 1, rows)
 
 
 _Run = tuple[int, float, Mapping[str, float], str, str]
@@ -361,8 +363,8 @@ def _of_categories(content: Mapping[str, Any]) -> _Run:
 
 
 def _of_engines(content: Mapping[str, Any]) -> _Run:
-    """Return the same of a run of engines on two threads, and the seconds to the first token."""
-    columns, methods = content["columns"], content["runs"]["float32, 2 threads"]
+    """Return the same of the first run of engines, and the seconds to the first token."""
+    columns, methods = content["columns"], next(iter(content["runs"].values()))
     speed, ratio, first = map(columns.index, ("tokens_per_sec", "median_ratio", "first_token_sec"))
     ratios = {name: row[ratio] for name, row in methods.items()}
     plain = methods["plain"]

@@ -47,8 +47,8 @@ Next file: `pool.py`.
 
 import ctypes
 import math
-import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import numba
@@ -59,6 +59,8 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 from numpy.typing import NDArray
 
+from ngram_pool.caching import KernelCache
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -66,26 +68,19 @@ Float64Array = NDArray[np.float64]
 
 
 def kernel(function: _F, **options: Any) -> _F:
-    """Compile at first call, to run without the GIL; cache on disk if a folder is writable."""
+    """Compile at first call, to run without the GIL; keep the code on disk."""
     options |= {"nogil": True, "no_cfunc_wrapper": True}  # C never calls them
     # Kernels must allocate nothing and never divide by zero: then Numba counts no references, which
     # would be two atomic additions for each view of an array, and checks no division.
     options |= {"_nrt": False, "error_model": "numpy"}
-    try:
-        compiled: Any = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # Numba found no writable folder for its cache
-        # The same text for all kernels, so that only one warning is shown.
-        warnings.warn(
-            "ngram_pool compiles anew in each process, for a minute or more: no cache folder is "
-            "writable; set the variable NUMBA_CACHE_DIR to one that is",
-            stacklevel=2,
-        )
-        compiled = numba.njit(**options)(function)
+    compiled = numba.njit(**options)(function)
     if isinstance(compiled, Dispatcher):
+        dispatcher: Any = compiled
+        with suppress(OSError, RuntimeError):  # no source files
+            dispatcher._cache = KernelCache(function)
         # Otherwise Numba compiles a function again for each constant that a kernel passes to it,
         # and for each kind of integer: half of all compile time.
         template_of = compiled.get_call_template
-        dispatcher: Any = compiled
         dispatcher.get_call_template = lambda args, kws: template_of((*map(_plain, args),), kws)
     return cast(_F, compiled)
 

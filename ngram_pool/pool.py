@@ -5,6 +5,7 @@ never interrupted by signals. Nothing here depends on models or torch.
 """
 
 import copy
+import logging
 import operator
 import os
 import secrets
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numba.core.dispatcher import Dispatcher
 from numpy.typing import ArrayLike, NDArray
 
 from ngram_pool import _kernels
@@ -45,12 +47,13 @@ from ngram_pool.arrays import (
     positive,
     token_ids_of,
 )
-from ngram_pool.compiling import compile_by
 from ngram_pool.draft import Draft, DraftChains, SampledDraft
 from ngram_pool.errors import PoolFileError, ReadOnlyPoolError
 from ngram_pool.files import ARRAYS, StoredPool, packed, read_pool, write_pool
 from ngram_pool.table import Rows, SuccessorTable
 from ngram_pool.weights import first_weights
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CAPACITY_TOKENS = 2**20
 # On greedy answers of SmolLM2, 6 accepted no more tokens than 5, and 4 up to 1 % fewer.
@@ -133,7 +136,9 @@ class NGramPool:
             )
         self._begin(capacity_tokens, max_ngram_size, seed)
         self._make_unshared()
-        compile_by(self._run_kernels)
+        if is_first_run():
+            logger.warning("The first run compiles kernels, for about a minute")
+        self._run_kernels()
 
     def _begin(
         self,
@@ -853,13 +858,20 @@ class NGramPool:
         table._resize(len(table.held.keys))
 
 
+def is_first_run() -> bool:
+    """Return whether a kernel that each pool needs is compiled next, and kept."""
+    kernels: list[Any] = [k for k in vars(_kernels).values() if isinstance(k, Dispatcher)]
+    caches = [kernel._cache for kernel in kernels if kernel is not _kernels.draft_rows]
+    return any(each.cache_path is not None and not each.has_code for each in caches)
+
+
 @cache
 def compile_chains() -> None:
     """Compile the kernels that only engines need."""
     scratch, none = Scratch(1, 1), np.empty(0, np.int64)
     rows, ids, probs = (np.empty((0, 0), kind) for kind in (np.int64, np.int32, np.float64))
     of_rows = rows, rows, scratch.row_for(1, 0), ids, none, none, none
-    compile_by(lambda: _kernels.draft_rows(*of_rows, 0.0, 1, 0.0, ids, probs, none))
+    _kernels.draft_rows(*of_rows, 0.0, 1, 0.0, ids, probs, none)
 
 
 def _stacked(rows: list[Int64Array]) -> Int64Array:

@@ -84,6 +84,12 @@ def test_readme_and_architecture_are_short() -> None:
     assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) < 150
 
 
+def test_the_site_has_few_pages_and_words() -> None:
+    pages = [path for path in PAGES if DOCS in path.parents]
+    assert len(pages) <= 22
+    assert sum(len(path.read_text().split()) for path in pages) <= 30_000
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
 def test_a_clone_has_two_commands_and_packages_go_into_an_environment(page: str) -> None:
     blocks = [block["code"] for block in _CODE.finditer((ROOT / page).read_text())]
@@ -168,7 +174,7 @@ def test_the_reference_shows_how_things_are_called_and_what_they_say() -> None:
 
 def test_every_command_is_on_its_page() -> None:
     text = (DOCS / "reference" / "cli.md").read_text()
-    for name in ("generate", "demo", "prewarm", "pool build", "bench"):
+    for name in ("generate", "demo", "prewarm", "warm-up", "pool build", "bench"):
         assert f"\n## lade {name}\n" in text
     assert re.search(r"^\| `--max-new-tokens` \w+ \| .*\. Default: `256`\. \|$", text, re.MULTILINE)
 

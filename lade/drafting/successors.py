@@ -10,7 +10,6 @@ from torch import Tensor
 from lade.drafting import _kernels
 from lade.machine.threads import alone
 from lade.machine.transfer import HostCopy
-from ngram_pool.compiling import compile_by
 
 
 class Successors(NamedTuple):
@@ -72,10 +71,6 @@ def rank(logits: Tensor, num_ranked: int) -> Ranked:
 
 def compile_kernels() -> None:
     """Compile the kernels of drafting, so that no step waits for them or fails by them."""
-    compile_by(_run_kernels, _kernels)
-
-
-def _run_kernels() -> None:
     for dtype in _INTEGERS:
         logits = torch.zeros((1, 2), dtype=dtype, device="cpu")
         with_others(rank(logits, 1), logits)

@@ -10,7 +10,6 @@ import numpy as np
 
 from lade.engines import _kernels
 from ngram_pool._kernels import NONE, Int32Array, Int64Array
-from ngram_pool.compiling import compile_by
 
 _BLOCK = 64  # prompt tokens that are known or unknown together
 
@@ -42,7 +41,7 @@ class Requests:
         self._seen = np.zeros(num_slots, np.int64)
         self._last_slots = np.full(num_slots, NONE, np.int64)  # by row
         self._step = 0
-        compile_by(self._run_kernels, _kernels)
+        self._run_kernels()
 
     def find(self, token_ids: Int32Array, lengths: Int64Array, known_lengths: Int64Array) -> Found:
         """Find each row's slot, or assign one; the slot then has the row's text.

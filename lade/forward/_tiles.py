@@ -8,6 +8,7 @@ float32 here (`_packed.py` has all others), and values also of 16 bits, widened 
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -18,11 +19,13 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, sigutils
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
 from lade.forward import words
 from lade.machine.garbage import without_collection
+from ngram_pool.caching import KernelCache
 
 # For functions that only jobs call: wrappers for calls from Python take as long to compile as short
 # functions do. A function with one caller is inlined before types are inferred: compiled alone, it
@@ -306,15 +309,16 @@ def job(function: Callable[[Any], None]) -> Callable[[], Any]:
 
 def _compile(function: Callable[[Any], None]) -> Any:
     kind, options = types.void(types.voidptr), {"nogil": True, "error_model": "numpy"}
-    try:
+    made: Any = CFunc(function, sigutils.normalize_signature(kind), {}, options)
+    with suppress(OSError):  # no source files
         names = "_packed", "_digits", "_experts", "_kernels", "_rows", "_workers"
         beside = [Path(__file__).with_name(f"{name}.py") for name in names]
         files: list[str | Path] = [__file__, words.__file__, *beside]
         others = b"".join(Path(file).read_bytes() for file in files)
         function.__qualname__ += f"_{sha256(others).hexdigest()[:16]}"
-        return numba.cfunc(kind, cache=True, **options)(function)
-    except (OSError, RuntimeError):  # no source files; no writable folder for the cache
-        return numba.cfunc(kind, **options)(function)
+        made._cache = KernelCache(function)
+    made.compile()
+    return made
 
 
 @inlined

@@ -20,8 +20,8 @@ def warm_up(model: Model | None = None, *, num_rows: int = 1, config: Config | N
     Otherwise the first call does so, in some seconds, or in a minute if no kernel is compiled yet.
     A call with `max_time` never does: it falls back to standard decoding until another call has.
 
-    Compiled code is kept beside the installed package, or in the folder NUMBA_CACHE_DIR, for all
-    later processes on a CPU of the same kind, as in an image.
+    Compiled code is kept for later processes on a CPU of the same kind, as in an image: beside the
+    installed package, in the folder NUMBA_CACHE_DIR, or in the user's cache folder.
 
     Args:
         model: a transformers causal LM; it is not changed. None to compile kernels alone.

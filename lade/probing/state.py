@@ -283,7 +283,8 @@ class Reads:
                 self.autocast = torch.get_autocast_dtype(kind)
             names = self._written if writes else self._read
             names.setdefault(id(module), set()).add(name)
-            if _may_change(value) and (id(module), name) not in self._before:
+            is_first = name not in _UNRELATED and (id(module), name) not in self._before
+            if is_first and _may_change(value):
                 self._before[id(module), name] = _leaves(value)
 
     def changed(self, module: nn.Module, name: str, value: Any) -> "set[_Path] | None":
@@ -477,7 +478,8 @@ def _parts_of(value: Any) -> dict[Any, Any]:
 
 def _may_change(value: Any) -> bool:
     """Return whether a value may change and stay the same object."""
-    return isinstance(value, _CHANGING) or bool(_parts_of(value))
+    is_one = type(value) in _PLAIN or isinstance(value, _WATCHED_APART)
+    return not is_one and (isinstance(value, _CHANGING) or bool(_parts_of(value)))
 
 
 def _holder_of(kind: type, name: str) -> type | None:

@@ -75,8 +75,9 @@ def test_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("names")
-def test_front_page(capsys: pytest.CaptureFixture[str]) -> None:
-    run("index", {})
+@pytest.mark.parametrize("page", ["index", "../README"])
+def test_front_page(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(page, {})
     assert len(capsys.readouterr().out) > 64
 
 
@@ -160,7 +161,12 @@ def test_clients(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert " drafted\n" in capsys.readouterr().out
 
 
-def test_corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("page", "section"), [("serving", "Corpora"), ("grammars", "Predicted outputs")]
+)
+def test_what_a_server_is_asked(
+    page: str, section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import openai
 
     lade.NGramPool().save(tmp_path / "a.pool")
@@ -169,5 +175,16 @@ def test_corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
     ):
         monkeypatch.setattr(openai, "OpenAI", lambda **_: client)
-        (asking,) = blocks_of("guides/serving", "Corpora")
-        exec(compile(asking.replace("smollm2-135m-instruct", NAME), "serving", "exec"), {})
+        asking = blocks_of(f"guides/{page}", section)[-1]
+        names = {"client": client, "text": "one two", "question": "one?"}
+        exec(compile(asking.replace("smollm2-135m-instruct", NAME), page, "exec"), names)
+
+
+@pytest.mark.usefixtures("names")
+def test_weights_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = loaded_model().model.bfloat16().float()
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: stored
+    )
+    run("models", {})
+    assert stored.lm_head.weight.dtype is torch.bfloat16

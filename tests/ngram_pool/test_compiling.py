@@ -1,5 +1,6 @@
 """A cache of compiled code that is broken costs a warning and the time to compile, no more."""
 
+import ctypes
 import errno
 import os
 import random
@@ -13,7 +14,9 @@ import pytest
 from numba.core.caching import IndexDataCacheFile
 
 from ngram_pool import NGramPool, _kernels
-from ngram_pool.compiling import is_first_run
+from ngram_pool.pool import is_first_run
+
+ROOT = Path(__file__).parents[2]
 
 # Copies a sound cache, breaks it, and says what a pool then is: its drafts, and the warnings.
 PROGRAM = """
@@ -98,6 +101,93 @@ def test_what_cannot_be_read_is_removed_and_all_is_compiled(name: str, tmp_path:
     assert not second[1:]
     if name == "code noise":
         assert run("as it is") == [[expected]] * 2
+
+
+# --- beside the code ------------------------------------------------------------------------
+
+ADDING = """
+from ngram_pool._kernels import kernel
+
+@kernel
+def add(x, y):
+    return x + y
+"""
+# Says whether a kernel was compiled before, and what was warned of.
+ADD = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import adding
+    assert adding.add(2, 3) == 5
+print(bool(adding.add.stats.cache_hits), *(each.message for each in caught), sep="|")
+"""
+
+
+def add(home: Path, **variables: str) -> list[str]:
+    """Run a kernel in a process that is bound by modes of folders, even if root owns it."""
+    known = {name: each for name, each in os.environ.items() if "CACHE" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", ADD],
+        env=known | {"HOME": str(home), "PYTHONPATH": f"{home.parent / 'code'}:{ROOT}"} | variables,
+        preexec_fn=lambda: ctypes.CDLL(None).prctl(24, 1, 0, 0, 0),  # no longer CAP_DAC_OVERRIDE
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip().split("|")
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    """A folder of code, and homes of three users beside it; the last one is not writable."""
+    for name, mode in (("code", 0o755), ("mine", 0o755), ("yours", 0o755), ("none", 0o555)):
+        (tmp_path / name).mkdir(mode=mode)
+    (tmp_path / "code" / "adding.py").write_text(ADDING)
+    return tmp_path / "code"
+
+
+def test_users_read_what_the_installer_compiled_and_compile_the_rest(code: Path) -> None:
+    installer, other, homeless = (code.parent / name for name in ("mine", "yours", "none"))
+    folder = code / "__pycache__"
+    assert add(installer) == ["False"]
+    assert add(installer) == ["True"]
+    assert [*installer.rglob("*.nb?")] == []
+    folder.chmod(0o555)
+    assert add(other) == add(homeless) == ["True"]
+    assert [*other.rglob("*.nb?")] == []
+    for file in folder.glob("*.nbi"):  # as if it were of another kernel
+        folder.chmod(0o755)
+        file.unlink()
+        folder.chmod(0o555)
+    assert add(other) == ["False"]
+    assert add(other) == ["True"]
+    (said,) = add(homeless)[1:]
+    assert "compiles anew in each process" in said
+    assert "NUMBA_CACHE_DIR" in said
+
+
+@pytest.mark.parametrize("opened", ["code/__pycache__", "code"])
+def test_what_others_can_write_to_is_neither_read_nor_written_and_named(
+    code: Path, opened: str
+) -> None:
+    assert add(code.parent / "mine") == ["False"]
+    before = sorted((code / "__pycache__").iterdir())
+    (code.parent / opened).chmod(0o777)
+    home = code.parent / "yours"
+    was_read, said = add(home)
+    assert was_read == "False"
+    assert f"others can write to {code.parent / opened}, " in said
+    assert add(home)[0] == "True"  # of its own
+    assert sorted((code / "__pycache__").iterdir()) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders away")
+def test_a_folder_of_a_stranger_is_not_read(code: Path) -> None:
+    assert add(code.parent / "mine") == ["False"]
+    os.chown(code / "__pycache__", 65_533, 65_533)
+    was_read, said = add(code.parent / "yours")
+    assert was_read == "False"
+    assert str(code / "__pycache__") in said
 
 
 def test_a_run_after_an_interrupted_one_is_a_first_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,19 +53,6 @@ print(sorted(first), sorted(compiled() - first), sep="|")
             assert len(kernel.nopython_signatures) <= 1, name
 
 
-def test_a_folder_that_cannot_be_written_costs_the_cache_and_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def njit(**options: bool) -> Any:
-        if options.get("cache"):
-            raise RuntimeError("cannot cache function: no locator available")
-        return lambda function: function
-
-    monkeypatch.setattr("numba.njit", njit)
-    with pytest.warns(UserWarning, match="compiles anew in each process.* NUMBA_CACHE_DIR"):
-        assert _kernels.kernel(len) is len
-
-
 # --- within arrays --------------------------------------------------------------------------
 
 

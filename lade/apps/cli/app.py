@@ -22,7 +22,9 @@ from lade.apps.cli.options import (
     check_text,
     grouped,
     length,
+    load_model,
     of_drafting,
+    of_model,
     option,
     read_prediction,
     read_prompt,
@@ -226,6 +228,26 @@ def prewarm(
     from lade.apps.cli.generate import run_prewarm
 
     run_prewarm(loaded, seconds, out)
+
+
+@app.command("warm-up", rich_help_panel=_PREPARE)
+@grouped
+def warm_up(
+    model: str | None = of_model(
+        None, metavar="ID", help="Also compile what this model needs [none]."
+    ),
+    shared: bool = option(False, "--shared", help="Compile for all users of this installation."),
+) -> None:
+    """Compile kernels now, which the first run would do, for about a minute.
+
+    They are kept for later processes on CPUs of this kind, in an image for instance. With --shared,
+    they stand beside the installed code, where all users read them and only you may write.
+    """
+    from lade.apps.cli.loading import check, check_shared
+
+    if shared:
+        check_shared()
+    check(None if model is None else load_model(model))
 
 
 app.add_typer(pool, name="pool", rich_help_panel=_PREPARE)

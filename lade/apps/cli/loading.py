@@ -4,11 +4,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from subprocess import DEVNULL, Popen
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+
+from lade.errors import UserError
 
 if TYPE_CHECKING:
     from lade.models.loading import LoadedModel
@@ -57,12 +60,12 @@ def compiling_beside() -> Iterator[None]:
     What they could not compile, this process compiles when it needs it.
     """
     from lade.machine.threads import num_cores_allowed
-    from ngram_pool.compiling import cache_folder, is_first_run
+    from ngram_pool.pool import is_first_run
 
     processes: list[Popen[bytes]] = []
-    is_kept, has_cores = cache_folder() is not None, os.cpu_count() != 1 != num_cores_allowed()
+    has_cores = os.cpu_count() != 1 != num_cores_allowed()
     try:
-        if is_kept and has_cores and is_first_run():
+        if has_cores and is_first_run():
             with suppress(OSError):
                 for code in _COMPILING:
                     command = [sys.executable, "-c", code]
@@ -78,9 +81,29 @@ def compiling_beside() -> Iterator[None]:
             process.wait()
 
 
-def check(loaded: "LoadedModel") -> None:
-    """Do the one-time work of a model now, so that it does not count for the first answer."""
+def check_shared() -> None:
+    """Let all users read what is compiled from now on; raise a `UserError` if others may write."""
+    from ngram_pool import _kernels
+    from ngram_pool.caching import writable_by_others
+
+    os.umask(0o022)
+    beside = Path(_kernels.__file__).parent / "__pycache__"
+    if (found := writable_by_others(str(beside), by_owner_alone=True)) is not None:
+        raise UserError(
+            f"others can write to {found}, and so put code there that runs as lade's users; "
+            f"chmod -R go-w {found}"
+        )
+    folder = getattr(getattr(_kernels.row_of, "_cache", None), "cache_path", None)
+    if folder != str(beside):
+        raise UserError(
+            f"expected to compile into {beside}, got {folder}: --shared needs no "
+            "NUMBA_CACHE_DIR, and the rights of who installed lade"
+        )
+
+
+def check(loaded: "LoadedModel | None") -> None:
+    """Do the one-time work of a model, or of all, now: it does not count for the first answer."""
     from lade.prewarming.warming import warm_up
 
-    with working("Checking how the model verifies drafts"):
-        warm_up(loaded.model)
+    with working("Checking how the model verifies drafts" if loaded else "Compiling kernels"):
+        warm_up(loaded and loaded.model)

@@ -1,5 +1,7 @@
 """Help, and what users do wrong: an error of one line that says what was expected."""
 
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,7 +18,7 @@ from ngram_pool import PoolFileError
 from tests.lade.apps.cli.command import SHORT, run
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[4]
-COMMANDS = ["generate", "chat", "serve", "demo", "bench", "prewarm", "pool build"]
+COMMANDS = ["generate", "chat", "serve", "demo", "bench", "prewarm", "warm-up", "pool build"]
 
 
 # --- help ---------------------------------------------------------------------------------------
@@ -47,6 +49,20 @@ def test_each_command_has_help_that_fits_a_terminal(command: str) -> None:
         is_prose = line.startswith(" ") and after.startswith(" ") and line.strip()
         if is_prose and after.strip() and not after.strip().startswith("•"):
             assert len(line.rstrip()) + 1 + len(after.split()[0]) > 76, line
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/guides/*.md"])
+def test_commands_that_pages_print_have_their_options(page: str) -> None:
+    text = "".join(path.read_text().replace("\\\n", "") for path in ROOT.glob(page))
+    blocks = re.findall(r"^```(\S*)[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    lines = [line for kind, block in blocks if not kind for line in block.splitlines()]
+    commands = [each for line in lines for each in line.split("|") if each.strip()[:5] == "lade "]
+    assert commands or page == "README.md"
+    for words in (shlex.split(each, comments=True)[1:] for each in commands):
+        (name,) = [each for each in COMMANDS if words[: len(each.split())] == each.split()]
+        shown = run(*name.split(), "--help", columns=150).out
+        for option in (each for each in words if each.startswith("--")):
+            assert f" {option} " in shown, f"lade {name}: {option}"
 
 
 def test_version_and_completion() -> None:

@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import lade
+from ngram_pool.caching import writable_by_others
 from tests.lade.apps.cli.command import SHORT, run
 
 PLAIN = lade.Probe("LlamaForCausalLM", "plain", None, {"tree": "trees do not grow here"})
@@ -74,12 +76,32 @@ def test_the_first_run_compiles_beside_loading_in_processes_that_end(
         begun.append(subprocess.Popen(["sleep", "600"]))  # which a failure to load ends
         return begun[-1]
 
-    monkeypatch.setattr("ngram_pool.compiling.is_first_run", lambda: is_first)
+    monkeypatch.setattr("ngram_pool.pool.is_first_run", lambda: is_first)
     monkeypatch.setattr("lade.apps.cli.loading.Popen", begin)
     monkeypatch.setattr("lade.machine.threads.num_cores_allowed", lambda: 2)
     assert "no-model" in run("generate", "x", "--model", tmp_path / "no-model").error_line
     assert len(begun) == 2 * is_first
     assert all(process.returncode is not None for process in begun)
+
+
+def test_all_users_share_what_no_other_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = tmp_path / "code"
+    (code / "__pycache__").mkdir(parents=True)
+    monkeypatch.setattr("ngram_pool._kernels.__file__", str(code / "_kernels.py"))
+    kernel = SimpleNamespace(_cache=SimpleNamespace(cache_path=str(tmp_path)))
+    monkeypatch.setattr("ngram_pool._kernels.row_of", kernel)
+    assert f"got {tmp_path}: --shared needs no" in run("warm-up", "--shared").error_line
+    kernel._cache.cache_path = str(code / "__pycache__")
+    masks = list[int]()
+    monkeypatch.setattr("os.umask", masks.append)
+    monkeypatch.setattr("lade.prewarming.warming.warm_up", lambda _: masks.append(0))
+    assert run("warm-up", "--shared").code == 0
+    assert masks[-2:] == [0o022, 0]  # all may read what is compiled then
+    code.chmod(0o777)
+    writable_by_others.cache_clear()
+    assert f"others can write to {code}, and so" in run("warm-up", "--shared").error_line
 
 
 # Runs code, and writes which kernels its process has, for which types.
