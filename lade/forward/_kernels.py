@@ -470,7 +470,7 @@ def _run_products(g, phase, of_phase, scratch):  # type: ignore[no-untyped-def]
     """
     num_rows = g[w.NUM_TOKENS] if of_phase[w.TOKENS] == w.EVERY_TOKEN else g[w.NUM_KEPT]
     inputs, num_inputs, num_all = g[of_phase[w.GIVEN]], of_phase[w.NUM_GIVEN], of_phase[w.NUM_MADE]
-    target, columns, beside = g[of_phase[w.TARGET]], of_phase[w.COLUMNS], of_phase[w.BESIDE]
+    target, columns = g[of_phase[w.TARGET]], of_phase[w.COLUMNS]
     are_two = columns != 0 and of_phase[w.PRODUCT_SIZE + w.WEIGHT] != 0
     most = _MOST_COLUMNS // 2 if are_two else _MOST_COLUMNS
     unit = 4 if of_phase[w.TARGET] == w.SCORES else _UNIT  # there are few experts
@@ -500,42 +500,30 @@ def _run_products(g, phase, of_phase, scratch):  # type: ignore[no-untyped-def]
             if columns == 0:
                 _copy(_row(numbers, stop - start), _row(made, stop - start))
                 continue
-            second = numbers + out_step // 2
-            if beside != 0:
-                index = of_phase[w.BESIDE_STEP] * row + of_phase[w.BESIDE_FIRST] + start
-                second = g[beside] + 4 * index
-            _run_columns(g, columns, stop - start, start, (numbers, second), made, memory)
+            of_row = numbers, numbers + out_step // 2
+            _run_columns(g, columns, stop - start, start, of_row, made, memory)
             if of_phase[w.TARGET] == w.INNER:
                 _write_digits(g, made, stop - start, row)
-
-
-@compiled
-def given_to_rows(g, of, token, index, scratch):  # type: ignore[no-untyped-def]
-    """Return the addresses that a program of a token's row takes: scratch memory, then places.
-
-    Args:
-        g, of: the job, and the row that describes the program.
-        token: number of the token.
-        index: its number in NORMED.
-        scratch: of MOST_PLACES words, and what the program needs.
-    """
-    given = numba.carray(pointer(scratch), (w.MOST_PLACES + 1,), np.int64)
-    given[0] = (scratch + 8 * (w.MOST_PLACES + 1) + 63) // 64 * 64
-    for each in range(of[w.NUM_PLACES]):
-        place = w.PLACES + 3 * each
-        at = index if of[place] == w.NORMED else token
-        given[each + 1] = g[of[place]] + of[place + 1] + of[place + 2] * at
-    return given
 
 
 @compiled
 def run_rows(g, number, token, index, scratch):  # type: ignore[no-untyped-def]
     """Run the program that a row describes, counted from 1, and return its last result's address.
 
-    For its arguments, see `given_to_rows`.
+    Args:
+        g: the job.
+        number: of the row.
+        token: number of the token.
+        index: its number in NORMED.
+        scratch: of MOST_PLACES words, and what the program needs.
     """
     of = described(g, number)
-    given = given_to_rows(g, of, token, index, scratch)
+    given = numba.carray(pointer(scratch), (w.MOST_PLACES + 1,), np.int64)
+    given[0] = (scratch + 8 * (w.MOST_PLACES + 1) + 63) // 64 * 64
+    for each in range(of[w.NUM_PLACES]):
+        place = w.PLACES + 3 * each
+        at = index if of[place] == w.NORMED else token
+        given[each + 1] = g[of[place]] + of[place + 1] + of[place + 2] * at
     call_with((of[w.PROGRAM], given.ctypes.data))
     return given[of[w.NUM_PLACES]]
 
@@ -579,11 +567,12 @@ def _write_heads(g, phase, layer, parts, caches, scratch):  # type: ignore[no-un
         while token >= parts[part, w.FIRST] + parts[part, w.NUM_NEW]:
             part += 1
         slot = caches[part, w.NUM_KEYS] - parts[part, w.NUM_NEW] + token - parts[part, w.FIRST]
-        made = g[w.QUERIES] + 4 * layer[w.QUERIES_SIZE] * token
-        made += 4 * layer[w.NUM_HEADS] * layer[w.HEAD_SIZE]
+        made = g[w.QUERIES] + 4 * (layer[w.QUERIES_SIZE] * token + layer[w.NUM_QUERIES])
         for kind in range(0 if layer[w.READS] else 2):
             first, step = (w.VALUES, w.VALUE_HEAD) if kind else (w.KEYS, w.KEY_HEAD)
-            size = layer[w.RESULT_SIZE if kind else w.HEAD_SIZE]
+            size = layer[w.HEAD_SIZE]
+            if kind:
+                size = layer[w.MORE_SIZE] if layer[w.MORE_SIZE] != 0 else layer[w.RESULT_SIZE]
             for head in range(num_heads):
                 target = caches[part, first] + head * caches[part, step] + 4 * slot * size
                 _copy(_row(made, size), _row(target, size))
@@ -693,7 +682,7 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
 
 
 @inlined
-def _attend(g, phase, layer, parts, caches, goes_on, scratch):  # type: ignore[no-untyped-def]
+def _attend(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyped-def]
     num_parts, num_key_heads = g[w.NUM_PARTS], layer[w.NUM_KEY_HEADS]
     num_sharing = layer[w.NUM_HEADS] // num_key_heads
     # Each group of rows reads keys and values again, but threads without a group would idle.
@@ -711,10 +700,7 @@ def _attend(g, phase, layer, parts, caches, goes_on, scratch):  # type: ignore[n
             num_done += 1
             piece = take(phase, 1)
         num_before += num_key_heads * num_groups
-    if goes_on:
-        wait_within(g, phase, num_done, num_before)
-    else:
-        end(g, phase, num_done, num_before)
+    end(g, phase, num_done, num_before)
 
 
 @job
@@ -724,7 +710,7 @@ def run_attention(address: Any) -> None:
     if step == 0:
         _write_heads(g, phase, layer, parts, caches, scratch)
     else:
-        _attend(g, phase, layer, parts, caches, layer[w.MORE_SIZE] != 0, scratch)
+        _attend(g, phase, layer, parts, caches, scratch)
 
 
 # --- short convolutions -------------------------------------------------------------------------
@@ -977,7 +963,7 @@ def scratch_size(
         of_experts = 5 * (num_experts + 1) + 4 * num_choices + max(of_inner, of_results)
     of_convolution = 2 * (taps + 1) * _MOST_COLUMNS
     if of_latents > 0:
-        of_latents = (of_latents + 1) * (num_tokens + 1) + 2 * BLOCK + STRIP + 16 + of_rows
+        of_latents = (of_latents + 1) * (num_tokens + 1) + 2 * BLOCK + STRIP + 16
     of_mixing = max(of_attention, of_convolution, of_recurrence, of_latents)
     most = max(of_rows, of_products, of_experts, of_mixing)
     return -(-4 * most // 4096) * 4096

@@ -131,13 +131,12 @@ def end(g, phase, num_done, num_pieces):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def pieces(g, phase, num, step, goes_on=False):  # type: ignore[no-untyped-def]
+def pieces(g, phase, num, step):  # type: ignore[no-untyped-def]
     """Yield first and last end of the pieces that this thread gets; then the next phase begins.
 
     Args:
         g, phase: the job, and the address of the phase.
         num, step: how many units of work there are, and how many make a piece.
-        goes_on: whether the phase goes on afterwards, once all pieces are finished.
     """
     start, num_done = take(phase, step), 0
     while start < num:
@@ -145,10 +144,7 @@ def pieces(g, phase, num, step, goes_on=False):  # type: ignore[no-untyped-def]
         yield start, stop
         num_done += stop - start
         start = take(phase, step)
-    if goes_on:
-        wait_within(g, phase, num_done, num)
-    else:
-        end(g, phase, num_done, num)
+    end(g, phase, num_done, num)
 
 
 # --- jobs -----------------------------------------------------------------------------------------
