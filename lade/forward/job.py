@@ -353,7 +353,6 @@ class FusedForwards:
             job[words.NUM_THREADS], job[words.TILES] = most_threads(), self._tiles
             job[words.PARTS], job[words.NUM_PARTS] = parts.ctypes.data, len(request.parts)
             job[words.CACHES] = caches.ctypes.data
-            job[words.BETWEEN_SIZE] = self._weights.sizes["between"]
             job[words.POSITIONS] = positions.data_ptr()
             job[words.INPUTS] = inputs[start:].data_ptr()
             inside = request.kept[(request.kept >= start) & (request.kept < start + size)]
@@ -577,8 +576,7 @@ class _Workspace:
             of_words |= {
                 each: to_digits + of_words[each] + apart for each in WITH_DIGITS & {*of_words}
             }
-        of_words[words.BETWEEN] = 4 * num_tokens * sizes["between"]
-        of_words |= {words.PHASES: 256 * weights.num_phases, words.SCRATCH: scratch * num_threads}
+        of_words |= {words.PHASES: 128 * weights.num_phases, words.SCRATCH: scratch * num_threads}
         # torch aligns memory to cache lines, so two threads never write to one line.
         self._memory = {
             word: torch.empty(num, dtype=torch.uint8, device="cpu")

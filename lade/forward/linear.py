@@ -21,7 +21,7 @@ FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TENSORS = (Tensor, nn.Parameter, Blocks)
 _MOST_ROWS = 64  # of a job: the second cache holds the inputs of so many rows
 # Two phases, digits and products, and the counters of each.
-_Job = ctypes.c_int64 * (words.JOB_SIZE + 2 * (words.ROW_SIZE + 32))
+_Job = ctypes.c_int64 * (words.JOB_SIZE + 2 * (words.ROW_SIZE + 16))
 
 
 class Products:
@@ -78,6 +78,7 @@ class Products:
                 job[row + words.RUN] = self._kernels.run_digits().address
                 job[row + words.NUM_GIVEN] = num_inputs
                 row += words.ROW_SIZE
+            job[row + words.NUM_PRODUCTS] = 1
             job[row + words.GIVEN], job[row + words.NUM_GIVEN] = words.NORMED, num_inputs
             job[row + words.TARGET], job[row + words.NUM_MADE] = words.LOGITS, num_columns
             job[row + words.WEIGHT], job[row + words.NUM_COLUMNS] = weight.data_ptr(), num_columns

@@ -706,7 +706,8 @@ class _Reader:
         givens = {each: self._origin(self._value_given(x)) for each, x in modules.items()}
         while givens:
             given = next(iter(givens.values()))
-            alike = [each for each, other in givens.items() if other is given][:4]
+            alike = [each for each, other in givens.items() if other is given]
+            alike = alike[: words.MOST_PRODUCTS]
             givens = {each: other for each, other in givens.items() if each not in alike}
             made = tuple(self._product(modules[each]) for each in alike)
             plan, outs = ProductsPlan(made, words.NORMED, words.MIXED), {}
@@ -1096,6 +1097,10 @@ def _with_program(
     if type(plan) is ProductsPlan:
         if program is not None:
             yield RowsStep(program, tokens=tokens if is_first else _LATER.get(tokens, tokens))
+        firsts = (added.first for each in plan.products for added in each.added)
+        products = [ProductPlan(x, 0, x.out_features, x.in_features, x) for x in firsts]
+        if products:
+            yield ProductsPlan(tuple(products), word, words.BETWEEN, tokens=tokens)
         yield plan._replace(given=word, tokens=tokens)
     elif type(plan) is MixingPlan and plan.heads is not None:
         yield plan._replace(rows=program)

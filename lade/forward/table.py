@@ -18,7 +18,6 @@ from lade.forward.experts import PARTS, STACKS, StacksPlan
 from lade.forward.linear import FORMATS, is_plain
 from lade.forward.packed import PackedConv1D, PackedLinear, PackedStack, function_of, has_digits
 from lade.forward.reading import (
-    AdditionPlan,
     CallPlan,
     ColumnsPlan,
     Constant,
@@ -156,23 +155,26 @@ class Weights:
             self.sizes[name] = max(self.sizes.get(name, 0), size)
 
     def _add_products(self, number: int, plan: ProductsPlan, by_digits: bool) -> None:
-        row, between = self._rows[number], 0
+        row, start = self._rows[number], 0
+        between = sum(y.first.out_features for x in plan.products for y in x.added)
+        require(len(plan.products) <= words.MOST_PRODUCTS, "too many products have equal inputs")
+        row[words.NUM_PRODUCTS], row[words.TOKENS] = len(plan.products), plan.tokens
         row[words.GIVEN], row[words.NUM_GIVEN] = plan.given, plan.products[0].num_inputs
         row[words.TARGET], row[words.NUM_MADE] = plan.target, plan.num_made
-        row[words.COLUMNS], row[words.TOKENS] = self._add_columns(plan.columns), plan.tokens
-        for word in range(0, words.GIVEN, words.PRODUCT_SIZE):
-            index = word // words.PRODUCT_SIZE
+        row[words.COLUMNS] = self._add_columns(plan.columns)
+        for index, product in enumerate(plan.products):
+            word = words.PRODUCT_SIZE * index
+            self._add_matrix(number, word, product.module, product.first, by_digits=by_digits)
+            row[word + words.NUM_COLUMNS] = product.num
             row[word + words.FIRST_ADDED] = self._num_added
-            if index < len(plan.products):
-                product = plan.products[index]
-                of_product = word, product.module, product.first
-                self._add_matrix(number, *of_product, by_digits=by_digits)
-                row[word + words.NUM_COLUMNS] = product.num
-                for added in product.added:
-                    of_added = self.num_phases + self._num_added
-                    self._add_addition(of_added, added, product.first, between)
-                    between += added.first.out_features
-                    self._num_added += 1
+            for added in product.added:
+                number_of, rank = self.num_phases + self._num_added, added.first.out_features
+                require(type(added.second) is nn.Linear, "what is added to a product is packed")
+                self._add_matrix(number_of, 0, added.second, product.first)
+                of_added = _bits(added.times), rank, start, between
+                self._rows[number_of][words.TIMES : words.BETWEEN_SIZE + 1] = of_added
+                start += rank
+                self._num_added += 1
             row[word + words.END_ADDED] = self._num_added
         self._need(plan.target, plan.num_made, between=between)
 
@@ -259,18 +261,11 @@ class Weights:
             row[word + 1] = 4 * step
         return number
 
-    def _add_addition(self, number: int, added: AdditionPlan, column: int, start: int) -> None:
-        row = self._rows[number]
-        require(type(added.second) is nn.Linear, "what is added to a product is packed")
-        self._add_matrix(number, 0, added.first)
-        self._add_matrix(number, words.SECOND, added.second, column)
-        row[words.START] = start
-        row[words.TIMES] = _bits(added.times)
-
     def _add_experts(self, number: int, plan: ExpertsPlan) -> None:
         row, stacks = self._rows[number], plan.stacks
         self._need(words.OF_EXPERTS, plan.num_chosen * stacks.inner)
         self._need(words.RESULT, self.sizes["hidden"])
+        self._need(words.GROUPS, 4 * plan.num_chosen + 2 * plan.num + 6)
         self._need(num_experts=plan.num, num_chosen=plan.num_chosen)
         row[words.NUM_EXPERTS : words.GATE_UP_BIAS] = plan.num, plan.num_chosen, stacks.inner
         self._add_stacks(number, stacks)
@@ -464,7 +459,7 @@ def _jobs_of(phase: MixingPlan | ExpertsPlan, compiled: Any) -> list[tuple[int, 
         from lade.forward._recurrence import run_recurrence as run
     elif phase.convolution is not None:
         run = compiled.run_convolution
-    runs = [(run, 0), (run, 1)]
+    runs = [(run, 0), (run, 1), (run, 2)]
     if type(phase) is MixingPlan and phase.latents is not None:
         from lade.forward._latents import run_latents
 
@@ -477,7 +472,7 @@ def _num_rows(phase: Any) -> int:
     if type(phase) is MixingPlan:
         is_one = phase.convolution is not None and phase.recurrence is None
         return 4 if phase.latents is not None else 1 if is_one else 2
-    return 2 if type(phase) is ExpertsPlan else 1
+    return 3 if type(phase) is ExpertsPlan else 1
 
 
 def _have_digits(word: int, phases: Iterable[Any]) -> bool:

@@ -27,18 +27,19 @@
     LOGITS,  # [NUM_KEPT, columns of the head]
     SCRATCH,  # of all threads
     SCRATCH_SIZE,  # bytes of each
-    # Int64 [NUM_PHASES, 32], zeros: the next piece, 64 bytes later the number of finished pieces;
-    # then both again for the first factors of low-rank additions.
+    # Int64 [NUM_PHASES, 16], zeros: the next piece, 64 bytes later the number of finished pieces.
     PHASES,
     NEXT_THREAD,
     SLOT,  # of the pool of workers
     EVERY,  # int64, the numbers of all tokens
     ADDITIONS,  # int64 [rows, ROW_SIZE]: low-rank additions, then descriptions, counted from 1
-    BETWEEN,  # [tokens, BETWEEN_SIZE], between the factors of a layer's additions
-    BETWEEN_SIZE,
+    BETWEEN,  # [tokens, numbers], between the factors of low-rank additions
     SCORES,  # [tokens, scores], of experts, then the gate of the shared expert
     CHOSEN,  # [tokens, NUM_CHOSEN of the layer], experts
     SHARES,  # of the same shape: factors of these experts' results
+    # Int64: how many experts were chosen, and how many pieces their inner states have; then what
+    # `_experts.group` says of all choices.
+    GROUPS,
     OF_EXPERTS,  # [choices, EXPERT_INNER of the layer], by expert
     RESULT,  # [tokens, HIDDEN], the sum of the experts' results
     TILES,  # of what is compiled for tiles, `run_tiles`
@@ -58,13 +59,14 @@
 (WEIGHT, BIAS, NUM_COLUMNS, FIRST_ADDED, END_ADDED, PACKED, ROW_BYTES, HALF, ACROSS) = range(9)
 PRODUCT_SIZE = 9
 
-# A phase of the list is one of three. Products, up to four: words of the job that have the address
+# A phase of the list is one of three. Products: how many; words of the job that have the address
 # of their inputs and of the results, and how many numbers of a token these are; COLUMNS, the row of
 # the program of their columns, or 0. Rows: programs of the last layer's end and of what comes next.
 # RUN: the address of what is compiled apart, one of its phases, the row that describes it, its kind
 # of masks and the number of its cache.
-(GIVEN, NUM_GIVEN, TARGET, NUM_MADE, COLUMNS, TOKENS) = range(36, 42)
-(AT_END, BEFORE, RUN, STEP, OF, SEES, CACHE) = range(42, 49)
+MOST_PRODUCTS = 12
+(NUM_PRODUCTS, GIVEN, NUM_GIVEN, TARGET, NUM_MADE, COLUMNS, TOKENS) = range(108, 115)
+(AT_END, BEFORE, RUN, STEP, OF, SEES, CACHE) = range(115, 122)
 ROW_SIZE = 176
 # What mixes tokens: numbers of a token's queries, and of a token behind it, and in a row of QUERIES
 # with new keys and values.
@@ -85,10 +87,10 @@ CONVOLUTION, CONVOLUTION_BIAS, TAPS = range(43, 46)
 PROGRAM, NUM_PLACES, NUM_DIGITS, PLACES = range(4)
 NUM_INPUTS, NUM_CONSTANTS, CONSTANTS = range(1, 4)
 MOST_PLACES = (ROW_SIZE - PLACES) // 3
-# A low-rank addition to a product: its first factor as a product, WEIGHT and BIAS of the second,
-# the scale of the result, and its first number in a row of BETWEEN.
-SECOND = PRODUCT_SIZE
-TIMES, START = range(SECOND + 2, SECOND + 4)
+# A low-rank addition to a product: WEIGHT and BIAS of its second factor; the scale of the result;
+# how many numbers the first factor gives; in a row of BETWEEN, the place of these, and the row's
+# size.
+TIMES, RANK, START, BETWEEN_SIZE = range(PRODUCT_SIZE, PRODUCT_SIZE + 4)
 # Experts: as products, gate, up and down, whose columns are those of all experts, and NUM_COLUMNS
 # those of one; addresses of biases of gate and up; how the weights lie; the address of the program
 # of gate and up; whether these are multiplied by digits.
