@@ -341,22 +341,6 @@ def _write_digits(g, address, num, row):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _multiply_packed(inputs, num_inputs, digits, of, first, until, results, strip):  # type: ignore[no-untyped-def]
-    """Add some columns of a product with a packed weight; see `_packed.product_of`."""
-    half, step, start, (out, out_step) = of[w.HALF], of[w.ROW_BYTES], first, results
-    while start < until:
-        stop, index, apart = until, start, 1
-        if half != 0:
-            stop, apart = min((start // half + 1) * half, until), 2
-            index = start // (2 * half) * 2 * half + start % half * 2 + start // half % 2
-        weight, target = of[w.WEIGHT] + step * index, out + 4 * (start - first)
-        packed = weight, apart * step, stop - start
-        rest = target, out_step, num_inputs, strip, digits
-        call_compiled((of[w.PACKED], *inputs, *packed, *rest))
-        start = stop
-
-
-@compiled
 def _add_across(g, format_, inputs, weights, results, size, totals):  # type: ignore[no-untyped-def]
     """Add products with weights whose columns lie side by side, input by input.
 
@@ -393,7 +377,8 @@ def _multiply(g, inputs, num_inputs, num_rows, digits, of, first, until, out, ou
     for row in range(num_rows):
         _fill(_row(out + out_step * row, num), _F(0))
     if of[w.PACKED] != 0:
-        _multiply_packed(x, num_inputs, digits, of, first, until, results, strip)
+        packed = of[w.WEIGHT] + of[w.ROW_BYTES] * first, of[w.ROW_BYTES], num
+        call_compiled((of[w.PACKED], *x, *packed, *results, num_inputs, strip, digits))
     elif of[w.ACROSS] != 0:  # sums run along the columns
         format_, step = of[w.ROW_BYTES], of[w.ACROSS]
         width = 4 if format_ == FLOAT32 else 2

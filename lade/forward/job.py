@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.pytorch_utils import Conv1D
 
 from lade.compat import CACHE, Model, dtype_of, has_hook
 from lade.compat.attempts import Attempt
@@ -137,17 +136,6 @@ class FusedForwards:
         self._hidden, self._reach, self._num_layers = plan.hidden, plan.reach, len(plan.layers)
         self._vocab_size = plan.head.out_features
         mixing = [layer.mixing for layer in plan.layers]
-        heads = [each.heads for each in mixing if each.heads is not None]
-        of_heads = {size for each in heads for size in (each.size, each.size_of_value)}
-        is_whole = all(each % compiled.LANES == 0 for each in of_heads)
-        require(is_whole, "its heads are no whole number of vectors")
-        products = products_of(plan)
-        across = [each.module for each in products if isinstance(each.module, Conv1D)]
-        experts = [layer.experts for layer in plan.layers if layer.experts is not None]
-        lying = {x.stacks.inner for x in experts if x.stacks.lies & words.LIE_ACROSS}
-        columns = {each.nf for each in across} | lying | {plan.hidden for _ in lying}
-        is_whole = all(each % compiled.LANES == 0 for each in columns)
-        require(is_whole, "its columns are no whole number of vectors")
         self.is_packed = type(plan.head) is PackedLinear
         self._limit = limit_of(model)
         names = {module: name for name, module in model.named_modules()}
@@ -164,7 +152,7 @@ class FusedForwards:
         self._workspaces: list[_Workspace] = []
         self._weights = Weights(plan, self._kinds, keeping, compiled, names)
         require(self._weights.fit(), "its weights are no plain matrices")
-        has_adapters = any(each.around is not each.module for each in products)
+        has_adapters = any(x.around is not x.module for x in products_of(plan))
         self._is_unchanged = is_unchanged if has_adapters else None
 
     def settle(self, by_torch: Forward, by_job: Forward) -> None:

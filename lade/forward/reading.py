@@ -174,24 +174,6 @@ class MixingPlan(NamedTuple):
     convolution: nn.Conv1d | None = None  # alone, or before a recurrence
     recurrence: RecurrencePlan | None = None
 
-    @property
-    def num_queries(self) -> int:
-        """Numbers of a token's queries."""
-        of, of_state, of_latents = self.heads, self.recurrence, self.latents
-        if of is None:
-            num, _, size, _ = (1, 1, self.attended, 1) if of_state is None else of_state.heads
-            return num * size
-        # Those for latents are made of others.
-        others = 0 if of_latents is None else of_latents.straight + of_latents.turned
-        return of.num * (of.size + of.more + others)
-
-    @property
-    def row_of_queries(self) -> int:
-        """The same, then of its new keys and values."""
-        of = self.heads
-        own = 0 if of is None or self.keys_of is not None else of.num_keys
-        return self.num_queries + (own * (of.size + (of.more or of.size_of_value)) if of else 0)
-
 
 class LayerPlan(NamedTuple):
     """A decoder layer."""
@@ -203,11 +185,6 @@ class LayerPlan(NamedTuple):
     def mixing(self) -> MixingPlan:
         """Return what mixes tokens."""
         return next(each for each in self.phases if type(each) is MixingPlan)
-
-    @property
-    def experts(self) -> ExpertsPlan | None:
-        """Return the experts, if it has some."""
-        return next((each for each in self.phases if type(each) is ExpertsPlan), None)
 
 
 class DecoderPlan(NamedTuple):
@@ -507,7 +484,7 @@ class _Reader:
             try:
                 layer, states = self._layer(module, by_layer.get(module), states)
             except UnsupportedForwardError as error:
-                raise UnsupportedForwardError(f"{names[module]}: {error}") from error
+                raise UnsupportedForwardError(f"{names[module]}: {error}") from None
             layers.append(layer)
         head: Any = self._view.get_output_embeddings()
         require(type(head) in _LINEARS and head in self._calls, "its head is not a linear layer")
@@ -632,8 +609,8 @@ class _Reader:
             word, places = words.NORMED, given
             if type(plan) is ProductsPlan:
                 (value,) = given
-                found = [each for each, other in lying.items() if other is value]
-                word, places = (found[0], {}) if found else (words.NORMED, given)
+                there = [each for each, other in lying.items() if other is value]
+                word, places = (there[0], {}) if there else (words.NORMED, given)
                 lying[word] = value
             whole = words.ATTENDED, words.INNER
             lying |= {place.word: out for out, place in outs.items() if place.word in whole}
@@ -786,8 +763,8 @@ class _Reader:
         require(len(gates) < 2, "a layer has several gates of shared experts")
         self._left = {x: each for x, each in left.items() if x not in gates}
         num, of_gates = scores.shape[-1], [left[each] for each in gates]
-        given, *others = {*map(self._origin, [states, taken, *map(self._value_given, of_gates)])}
-        require(not others, "experts, their router and what is shared get different states")
+        given, *more = {*map(self._origin, [states, taken, *map(self._value_given, of_gates)])}
+        require(not more, "experts, their router and what is shared get different states")
         places = [Place(words.SCORES, first, num + len(gates)) for first in (0, num)]
         asked = ProductPlan(router, 0, num, taken.shape[-1], router), *map(self._product, of_gates)
         scoring = ProductsPlan(tuple(asked), words.NORMED, words.SCORES)
@@ -852,10 +829,9 @@ class _Reader:
             latents=LatentsPlan(self._product(expand), straight, turned, num_value),
         )
         # Queries for latents come first, which are made of these.
-        first, step = num_heads * (rank + turned), plan.row_of_queries
         sizes = {query: num_heads * size, latent: rank, shared: turned}
-        firsts = accumulate(sizes.values(), initial=first)
-        given = {x: Place(words.QUERIES, at, step) for x, at in zip(sizes, firsts, strict=False)}
+        *firsts, step = accumulate(sizes.values(), initial=num_heads * (rank + turned))
+        given = {x: Place(words.QUERIES, at, step) for x, at in zip(sizes, firsts, strict=True)}
         return self._mixing(given, result, plan)
 
     def _require_cached(self, module: Any, *cached: Tensor) -> None:

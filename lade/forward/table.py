@@ -34,6 +34,7 @@ from lade.forward.reading import (
 from lade.forward.recurrence import RecurrencePlan, added_by
 
 _PACKED = "its weights are packed in a format that jobs do not read"
+_UNEVEN = "its columns are no whole number of vectors"
 # Words of what products read: beside it are its digits, if it is made in whole blocks.
 WITH_DIGITS = {words.NORMED, words.ATTENDED, words.INNER, words.OF_EXPERTS}
 
@@ -88,7 +89,7 @@ class Weights:
     ) -> None:
         self._all_names, self._compiled, self.by_digits = names, compiled, False
         self.memory: dict[int, int] = {}
-        self.sizes = {"hidden": plan.hidden, "between": 0, "num_chosen": 0}
+        self.sizes = {"hidden": plan.hidden, "num_chosen": 0}
         ids = torch.tensor(plan.replaced, dtype=torch.int64, device="cpu")
         self._replaced = ids.unbind(1) if plan.replaced else None
         self.head: Callable[[], Any] = weakref.ref(plan.head)
@@ -180,21 +181,24 @@ class Weights:
 
     def _add_mixing(self, number: int, plan: MixingPlan) -> None:
         row, (scaling, softcap, sinks) = self._rows[number], plan.settings
-        sizes = plan.num_queries, plan.attended, plan.row_of_queries
-        row[words.NUM_QUERIES : words.QUERIES_SIZE + 1] = sizes
+        row[words.ATTENDED_SIZE] = plan.attended
         row[words.SCALING], row[words.SOFTCAP] = _bits(scaling), _bits(softcap)
         row[words.READS], row[words.HEADS] = plan.keys_of is not None, self._add_rows(plan.rows)
         self._need(words.ATTENDED, plan.attended)
-        self._need(words.QUERIES, plan.row_of_queries)
         if sinks is not None:
             self._add(number, words.SINKS, sinks, "sinks")
-        if plan.heads is not None:
+        if plan.heads is not None and plan.rows is not None:
             row[words.NUM_HEADS : words.READS] = plan.heads
+            made = [x for x, _ in plan.rows.places if getattr(x, "word", None) == words.QUERIES]
+            row[words.QUERIES_SIZE] = made[0].step
+            row[words.NUM_QUERIES] = made[1 % len(made)].first  # of new keys, if it makes some
             _, _, of_key, of_value, more = plan.heads
+            is_whole = all(x % self._compiled.LANES == 0 for x in (of_key, of_value))
+            require(is_whole, "its heads are no whole number of vectors")
             self._need(head_size=max(of_key + more, of_value))
         if plan.convolution is not None:
             row[words.TAPS] = taps = plan.convolution.kernel_size[0]
-            self._need(taps=taps)
+            self._need(words.QUERIES, plan.convolution.out_channels, taps=taps)
             self._add(number, words.CONVOLUTION, plan.convolution, "weight")
             self._add(number, words.CONVOLUTION_BIAS, plan.convolution, "bias")
         if plan.recurrence is not None:
@@ -289,6 +293,7 @@ class Weights:
         of_words = words.EXPERT_GATE, words.EXPERT_UP, words.EXPERT_DOWN
         of_biases = words.GATE_UP_BIAS, words.EXPERT_DOWN + words.BIAS
         across = bool(row[words.LIES] & words.LIE_ACROSS)
+        require(not across or inner % self._compiled.LANES == 0, _UNEVEN)
         firsts = 0, inner, 0
         are_alike = all(map(has_digits, formats[:2]))  # gate and up read the same rows
         row[words.BY_DIGITS], by_digits = are_alike, (are_alike, are_alike, True)
@@ -319,11 +324,9 @@ class Weights:
     ) -> None:
         """Describe a linear layer, from one of its columns on; see `_add_weight`."""
         is_packed = isinstance(module, PackedLinear | PackedConv1D)
-        half, format_ = getattr(module, "half_head", 0), module.ggml_type if is_packed else None
-        require(not (column and half), _PACKED)
+        format_ = module.ggml_type if is_packed else None
         of_weight = format_, isinstance(module, Conv1D), column
         self._add_weight(number, word, module, "weight", *of_weight, by_digits=by_digits)
-        self._rows[number][word + words.HALF] = half
         self._add(number, word + words.BIAS, module, "bias", start=4 * column)
 
     def _add_weight(
@@ -350,6 +353,7 @@ class Weights:
         dtype, start = torch.float32 if format_ is None else weight.dtype, column * of_row
         row[words.NUM_COLUMNS] = weight.shape[-1 if across else -2]
         if across:
+            require(weight.shape[-1] % self._compiled.LANES == 0, _UNEVEN)
             require(dtype in FORMATS, _PACKED)
             row[words.ACROSS], row[words.ROW_BYTES] = of_row, FORMATS[dtype]
             start = column * dtype.itemsize

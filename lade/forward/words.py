@@ -53,11 +53,10 @@
     JOB_SIZE,
 ) = range(38)
 # PACKED: address of the function compiled for a packed weight's format, or 0. ROW_BYTES: bytes of a
-# row of it. HALF: half the rows of a head, if rows of its first and second half alternate, or 0.
-# ACROSS: bytes between the weights of two inputs, if the weight is stored input by input, or 0;
-# then ROW_BYTES is its format.
-(WEIGHT, BIAS, NUM_COLUMNS, FIRST_ADDED, END_ADDED, PACKED, ROW_BYTES, HALF, ACROSS) = range(9)
-PRODUCT_SIZE = 9
+# row of it. ACROSS: bytes between the weights of two inputs, if the weight is stored input by
+# input, or 0; then ROW_BYTES is its format.
+(WEIGHT, BIAS, NUM_COLUMNS, FIRST_ADDED, END_ADDED, PACKED, ROW_BYTES, ACROSS) = range(8)
+PRODUCT_SIZE = 8
 
 # A phase of the list is one of three. Products: how many; words of the job that have the address
 # of their inputs and of the results, and how many numbers of a token these are; COLUMNS, the row of
@@ -65,8 +64,8 @@ PRODUCT_SIZE = 9
 # RUN: the address of what is compiled apart, one of its phases, the row that describes it, its kind
 # of masks and the number of its cache.
 MOST_PRODUCTS = 12
-(NUM_PRODUCTS, GIVEN, NUM_GIVEN, TARGET, NUM_MADE, COLUMNS, TOKENS) = range(108, 115)
-(AT_END, BEFORE, RUN, STEP, OF, SEES, CACHE) = range(115, 122)
+(NUM_PRODUCTS, GIVEN, NUM_GIVEN, TARGET, NUM_MADE, COLUMNS, TOKENS) = range(96, 103)
+(AT_END, BEFORE, RUN, STEP, OF, SEES, CACHE) = range(103, 110)
 ROW_SIZE = 176
 # What mixes tokens: numbers of a token's queries, and of a token behind it, and in a row of QUERIES
 # with new keys and values.
@@ -94,7 +93,7 @@ TIMES, RANK, START, BETWEEN_SIZE = range(PRODUCT_SIZE, PRODUCT_SIZE + 4)
 # Experts: as products, gate, up and down, whose columns are those of all experts, and NUM_COLUMNS
 # those of one; addresses of biases of gate and up; how the weights lie; the address of the program
 # of gate and up; whether these are multiplied by digits.
-EXPERT_GATE, EXPERT_UP, EXPERT_DOWN = range(0, 27, PRODUCT_SIZE)
+EXPERT_GATE, EXPERT_UP, EXPERT_DOWN = range(0, 24, PRODUCT_SIZE)
 NUM_EXPERTS, NUM_CHOSEN, EXPERT_INNER, GATE_UP_BIAS, LIES, GATING, BY_DIGITS = range(27, 34)
 # Attention to latents: what makes each head's key, without angles, and value of latents; numbers of
 # such a key, of a turned one, and of a value; EXPAND's format. In a row of QUERIES, those of which
