@@ -436,8 +436,7 @@ def _run_products(g, phase, of_phase, scratch):  # type: ignore[no-untyped-def]
     target, columns = g[of_phase[w.TARGET]], of_phase[w.COLUMNS]
     num_products = of_phase[w.NUM_PRODUCTS]
     most = _MOST_COLUMNS // 2 if columns != 0 and num_products == 2 else _MOST_COLUMNS
-    is_few = of_phase[w.TARGET] == w.SCORES or of_phase[w.TARGET] == w.BETWEEN
-    unit = 4 if is_few else _UNIT
+    unit = 4 if of_phase[w.TARGET] == w.SCORES else _UNIT  # there are few experts
     step, out_step = _share(num_all, g[w.NUM_THREADS], unit, most), 4 * _MOST_COLUMNS
     memory = scratch + num_rows * out_step
     for start, stop in pieces(g, phase, num_all, step):

@@ -517,7 +517,6 @@ def test_what_is_no_sum_of_products_is_left_to_torch() -> None:
         lambda layer: setattr(layer.firsts["a"], "__class__", Doubled),
         lambda layer: layer.inner.register_forward_hook(lambda *_: None),
         lambda layer: setattr(layer, "forward", lambda states: layer.inner(states).tanh()),
-        lambda layer: setattr(layer, "dropout", nn.Tanh()),
         lambda layer: layer.firsts["a"].to(torch.float64),
     ):
         model = model_of("llama")
@@ -525,6 +524,15 @@ def test_what_is_no_sum_of_products_is_left_to_torch() -> None:
         assert forwards_for(model) is not None
         change(layers[3])
         assert forwards_for(model) is None
+
+
+def test_additions_of_other_kinds_run_as_any_products(compared: list[Apart]) -> None:
+    model = model_of("llama")
+    for layer in adapted(model)[::3]:
+        layer.dropout = nn.Tanh()  # type: ignore[assignment]
+    with_drafts(model, TEXT, max_new_tokens=8)
+    assert len(compared) > 4
+    assert [each for each in compared if not each.is_close] == []
 
 
 # --- hooks of layers ------------------------------------------------------------------------------
