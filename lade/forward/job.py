@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from lade.compat import CACHE, Model, dtype_of, has_hook
 from lade.compat.attempts import Attempt
@@ -39,7 +40,6 @@ from lade.forward.packed import (
 from lade.forward.reading import (
     given_to,
     is_alike,
-    products_of,
     read,
 )
 from lade.forward.table import WITH_DIGITS, Held, Weights, added_in
@@ -56,6 +56,8 @@ from lade.targets.rows import MOST_AT_ONCE
 _TRIED, _CLEAR = (1, 8), 0.8
 # Words whose memory belongs to a forward, or to none.
 _OWN = {words.STATES, words.INPUTS, words.LOGITS, words.POSITIONS, words.NOTHING}
+# Packages of modules whose settings stay those of a call.
+_HOMES = "torch.", "transformers.", f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}.", "lade."
 #: Prompts of more tokens run by the model's own forwards if it has recurrences.
 MANY_TOKENS = 64
 _GIVEN = {
@@ -112,7 +114,8 @@ class FusedForwards:
         compiled: the kernels.
         run: calls a function on several threads.
         is_unchanged: returns whether the model's state is unchanged; called before each forward of
-            a model with adapters, which may be switched at any time; None if it is unknown.
+            a model with modules of other packages, as adapters may be switched at any time; None if
+            it is unknown.
 
     Attributes:
         why_not: why jobs are no longer used; None if they may be.
@@ -152,8 +155,8 @@ class FusedForwards:
         self._workspaces: list[_Workspace] = []
         self._weights = Weights(plan, self._kinds, keeping, compiled, names)
         require(self._weights.fit(), "its weights are no plain matrices")
-        has_adapters = any(x.around is not x.module for x in products_of(plan))
-        self._is_unchanged = is_unchanged if has_adapters else None
+        files = (f"{type(each).__module__}." for each in model.modules())
+        self._is_unchanged = None if all(x.startswith(_HOMES) for x in files) else is_unchanged
 
     def settle(self, by_torch: Forward, by_job: Forward) -> None:
         """Compare jobs with the model's own forward, in results and in time; once.
