@@ -336,6 +336,23 @@ def run_budget(
     run(model, chosen, {**shared, "threads": threads}, processes, minutes, json)
 
 
+@app.command("busy")
+@grouped
+def run_busy(
+    *,
+    asked: PromptChoice,
+    dtypes: str = option("as stored,bfloat16,float32", help="Dtypes, comma between."),
+    processes: int = option(5, min=1, help="Fresh processes of each dtype [5]."),
+    max_new_tokens: int = length(48),
+    model: str | None = MODEL,
+    json: Path | None = JSON,
+) -> None:
+    """Compare lade and plain generate beside processes that keep cores busy."""
+    from benchmarks.busy import run
+
+    run(model, asked.chosen(), dtypes.split(","), max_new_tokens, processes, json)
+
+
 @app.command("generators")
 @grouped
 def run_generators(

@@ -283,6 +283,25 @@ def budget(file: str, dtype: str) -> str:
 
 
 @_figure
+def busy(file: str) -> str:
+    """Return tokens a second beside busy processes, and shares of those on a quiet machine."""
+    rows, headings = [], ["tokens a second", "quiet"]
+    for dtype, rates in _read(file)["summary"].items():
+        by_way: dict[str, dict[str, float]] = {}
+        for name, rate in rates.items():
+            way, *parts = name.split(", ")
+            load = next((each for each in parts if "busy" in each), "quiet")
+            threads = [each for each in parts if each != load]
+            by_way.setdefault(", ".join([_NAMES[way], dtype, *threads]), {})[load] = rate
+        for way, (quiet, *beside) in [(way, each.values()) for way, each in by_way.items()]:
+            rows.append((way, f"{quiet:.0f}", *(f"{x:.0f} ({x / quiet:.2f})" for x in beside)))
+        headings[2:] = [
+            f"{load} processes" for load in next(iter(by_way.values())) if load != "quiet"
+        ]
+    return _table(headings, 1, rows)
+
+
+@_figure
 def cpu_engines(file: str, run: str) -> str:
     """Return what engines did with the same weights, in one dtype and with so many threads."""
     rows = [(_NAMES[name], *cells_of(row)) for name, row in _read(file)["runs"][run].items()]

@@ -19,7 +19,22 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from lade.forward import words
-from lade.forward._packed import NUM_GIVEN, _unpack_row
+from lade.forward._packed import (
+    IQ4_NL,
+    IQ4_XS,
+    LEVELS,
+    MXFP4,
+    NUM_GIVEN,
+    Q4_0,
+    Q4_1,
+    Q4_K,
+    Q5_0,
+    Q5_1,
+    Q5_K,
+    Q6_K,
+    Q8_0,
+    _unpack_row,
+)
 from lade.forward._tiles import (
     DEPTH,
     FEATURES,
@@ -34,12 +49,17 @@ from lade.forward._tiles import (
 
 # How bytes are multiplied: 64 or 32 at once into sums of four, or 32 into sums of two of 16 bits.
 _DOT = next((each for each in ("avx512vnni", "avxvnni", "avx2") if FEATURES.get(each)), None)
-(Q4_0, Q4_1, Q5_0, Q5_1, _, Q4_K, Q5_K, Q6_K) = [*words.BLOCKS][2:10]
-#: Formats whose products are by digits on this CPU.
-FORMATS = (Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K) if _DOT else ()
+# What the numbers of each format lie around, so that bytes without a sign stand for them.
+AROUND = {Q4_0: 8, Q4_1: 8, Q4_K: 8, Q5_0: 16, Q5_1: 16, Q5_K: 16, MXFP4: 16, Q6_K: 32}
+AROUND |= dict.fromkeys((Q8_0, IQ4_NL, IQ4_XS), 128)
+#: Formats whose products are by digits on this CPU. Sums of two with 8 bits may not fit into 16.
+FORMATS = tuple(
+    each for each, around in AROUND.items() if _DOT and (_DOT != "avx2" or around < 128)
+)
 # A block takes as many bytes as its float32: the digits, highest first; the scale; the sum of the
 # numbers; and what integer sums begin with: for weights around 8; for those around 32, of each
-# half, for the higher digits and for the lowest. Those around 16 begin with the mean of both.
+# half, for the higher digits and for the lowest. Those around 16 begin with the mean of both, those
+# around 128 with four times their sum.
 _BYTES, _NUM_DIGITS = 128, 3
 _SCALE, _TOTAL, _OF_FOUR, _OF_SIX = 96, 100, 104, 108
 # What the largest number becomes: its first digit is 127 at most, also if it is rounded up, and
@@ -131,7 +151,7 @@ class _Strip:
         self._build, self._format = build, format_
         self._x, self._x_step, self._rows, w, w_step, self._sums, self._ahead = given
         _, _, self._bytes = words.BLOCKS[format_]
-        self._middle = _floats(8 if format_ in (Q4_0, Q4_1, Q4_K) else 16)
+        self._middle = _floats(AROUND[format_])
         # Vectors of weights whose products of 4, 5 or 6 bits and a digit fit into 16 bits.
         self._num_short = {Q6_K: 2, Q5_0: 4, Q5_1: 4, Q5_K: 4}.get(format_, 8)
         # 16 addresses would not stay in registers.
@@ -157,8 +177,9 @@ class _Strip:
     def add_blocks(self, num_blocks: Any) -> None:
         """Emit a loop over the blocks of the columns."""
         build, first = self._build, _INT64(0)
-        if self._format in (Q4_K, Q5_K, Q6_K):
-            write = self._add_six_k if self._format == Q6_K else self._add_k
+        large = {Q4_K: self._add_k, Q5_K: self._add_k, Q6_K: self._add_six_k, IQ4_XS: self._add_xs}
+        if self._format in large:
+            write = large[self._format]
             with cgutils.for_range(build, num_blocks) as blocks:
                 offset = build.mul(blocks.index, _INT64(self._bytes))
                 write(offset, build.mul(blocks.index, _INT64(8)))
@@ -177,14 +198,20 @@ class _Strip:
             index = build.add(first, rest.index)
             offset = build.mul(index, _INT64(self._bytes))
             self._fetch(offset, self._bytes)
-            header = self._turned(offset, 0)
-            self._add_small(index, header, self._turned(offset, self._bytes - 16))
+            header, packed = self._turned(offset, 0), self._turned(offset, self._bytes - 16)
+            if self._format == Q8_0:
+                packed = [*self._turned(offset, 2), *packed]
+            self._add_small(index, header, packed)
 
     def _add_small(self, index: Any, header: list[Any], packed: list[Any]) -> None:
-        build, scale, least = self._build, self._half(header[0]), None
+        build, least = self._build, None
+        scale = self._power(header[0]) if self._format == MXFP4 else self._half(header[0])
         if self._format in (Q4_1, Q5_1):
             least = fused(build, scale, self._middle, self._half(header[0], 16))
-        weights = [*map(self._low, packed), *(self._low(each, 4) for each in packed)]
+        if self._format == Q8_0:
+            weights = [build.xor(each, _ints(0x80808080)) for each in packed]
+        else:
+            weights = self._levels(packed)
         if self._format in (Q5_0, Q5_1):
             bits = header[1]
             if self._format == Q5_0:  # halves of two words
@@ -196,6 +223,18 @@ class _Strip:
                 spread = build.and_(build.mul(four, _ints(0x00204081)), _ints(0x01010101))
                 weights[i] = build.or_(each, build.shl(spread, _ints(4)))
         self._add(index, weights, [scale], least)
+
+    def _add_xs(self, offset: Any, index: Any) -> None:
+        build, (header, fours, *_) = self._build, self._turned(offset, 0)
+        scale = self._half(header)
+        for number in range(8):
+            packed = self._turned(offset, 8 + 16 * number)
+            self._fetch(offset, self._bytes, number, 8)
+            four = build.and_(build.lshr(fours, _ints(4 * number)), _ints(15))
+            two = build.and_(build.lshr(header, _ints(16 + 2 * number)), _ints(3))
+            six = build.sub(build.or_(four, build.shl(two, _ints(4))), _ints(32))
+            of_scale = build.fmul(scale, build.sitofp(six, _FLOATS))
+            self._add(build.add(index, _INT64(number)), self._levels(packed), [of_scale])
 
     def _add_k(self, offset: Any, index: Any) -> None:
         build = self._build
@@ -266,11 +305,13 @@ class _Strip:
             result, scale = build.load(address, align=64), load(_SCALE, _FLOATS)
             size = 8 // len(scales)
             for part, of_part in enumerate(scales):
-                is_four = self._format in (Q4_0, Q4_1, Q4_K)
+                is_four = AROUND[self._format] == 8
                 begins = [load(_OF_SIX + 8 * part), load(_OF_SIX + 8 * part + 4)]
-                if self._format in (Q5_0, Q5_1, Q5_K):
+                if len(scales) == 1 and not is_four:
                     both = map(build.add, begins, (load(_OF_SIX + 8), load(_OF_SIX + 12)))
-                    begins = [build.ashr(each, _ints(1)) for each in both]
+                    is_small = AROUND[self._format] == 16
+                    change, by = (build.ashr, 1) if is_small else (build.shl, 2)
+                    begins = [change(each, _ints(by)) for each in both]
                 sums = [
                     _ints(0),
                     _ints(0) if is_four else begins[0],
@@ -353,6 +394,31 @@ class _Strip:
         build = self._build
         narrow = build.trunc(build.lshr(vector, _ints(by)), ir.VectorType(_INT16, 16))
         return build.fpext(build.bitcast(narrow, ir.VectorType(ir.HalfType(), 16)), _FLOATS)
+
+    def _power(self, vector: Any) -> Any:
+        """Emit half of the powers of 2 whose exponents are the lowest bytes."""
+        build, byte = self._build, self._build.and_(vector, _ints(255))
+        usual = build.shl(build.sub(byte, _ints(1)), _ints(23))
+        least = build.shl(_ints(0x200000), byte)  # which is no normal number
+        bits = build.select(build.icmp_unsigned("<", byte, _ints(2)), least, usual)
+        return build.bitcast(bits, _FLOATS)
+
+    def _levels(self, packed: list[Any]) -> list[Any]:
+        """Emit bytes that stand for the lower halves of bytes, and then for the upper halves."""
+        build = self._build
+        halves = [*map(self._low, packed), *(self._low(each, 4) for each in packed)]
+        if self._format not in (IQ4_NL, IQ4_XS, MXFP4):
+            return halves
+        kind = ir.VectorType(_INT8, 64)
+        levels = [each + AROUND[self._format] for each in LEVELS[self._format]]
+        table = ir.Constant(kind, 4 * levels)
+        given = [(table, build.bitcast(each, kind)) for each in halves]
+        if _DOT == "avx512vnni":
+            name = "llvm.x86.avx512.pshuf.b.512"
+            made = [called(build, name, kind, *each) for each in given]
+        else:
+            made = [_by_halves(build, "llvm.x86.avx2.pshuf.b", *each, bits=8) for each in given]
+        return [build.bitcast(each, _INTS) for each in made]
 
     def _low(self, vector: Any, by: int = 0) -> Any:
         """Emit the lower or upper halves of bytes."""

@@ -42,7 +42,7 @@ from lade.forward._tiles import (
 )
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-_LEVELS = {Q4_0: range(-8, 8), IQ4_NL: _IQ4, IQ4_XS: _IQ4, MXFP4: _FP4}  # of the numbers 0 to 15
+LEVELS = {Q4_0: range(-8, 8), IQ4_NL: _IQ4, IQ4_XS: _IQ4, MXFP4: _FP4}  # of the numbers 0 to 15
 HAS_IQ4 = LANES == 16 or "avx2" in FEATURES  # its values need look-ups
 STRIP = 4 * DEPTH  # numbers that are unpacked at once for many rows
 NUM_GIVEN = 11  # arguments of a product
@@ -160,7 +160,7 @@ class _Unpack:
             first = _floats([-16] * LANES)
             least = build.fmul(scale, first) if least is None else least
             return lambda of: fused(build, build.sitofp(of, _FLOATS), scale, least)
-        levels = _LEVELS.get(self._format, range(16))
+        levels = LEVELS.get(self._format, range(16))
         if LANES == 16:
             table = _floats(levels)
             table = build.fmul(table, scale) if least is None else fused(build, table, scale, least)

@@ -44,7 +44,7 @@ from lade.forward.reading import (
 )
 from lade.forward.table import WITH_DIGITS, Held, Weights, added_in
 from lade.forward.watching import tensors_of
-from lade.forward.workers import Run, most_threads
+from lade.forward.workers import NumThreads, Run, most_threads
 from lade.machine.threads import alone
 from lade.targets.inputs import LOGITS_KEPT
 from lade.targets.joint import JointCache
@@ -153,6 +153,7 @@ class FusedForwards:
         self._has_more = len(plan.last) > 2  # behind the layers than a program and the head
         self._is_slow = False
         self._workspaces: list[_Workspace] = []
+        self._threads = NumThreads()
         self._weights = Weights(plan, self._kinds, keeping, compiled, names)
         require(self._weights.fit(), "its weights are no plain matrices")
         files = (f"{type(each).__module__}." for each in model.modules())
@@ -341,7 +342,9 @@ class FusedForwards:
             )
             job = np.zeros(words.JOB_SIZE, np.int64)
             job[words.NUM_TOKENS], job[words.HIDDEN] = size, self._hidden
-            job[words.NUM_THREADS], job[words.TILES] = most_threads(), self._tiles
+            is_whole = request.by_layers is None  # else no time is learned of it
+            num_threads = self._threads.choose(size) if is_whole else most_threads()
+            job[words.NUM_THREADS], job[words.TILES] = num_threads, self._tiles
             job[words.PARTS], job[words.NUM_PARTS] = parts.ctypes.data, len(request.parts)
             job[words.CACHES] = caches.ctypes.data
             job[words.POSITIONS] = positions.data_ptr()
@@ -384,7 +387,10 @@ class FusedForwards:
         else:
             job[words.KEPT], job[words.NUM_KEPT] = piece.kept.ctypes.data, len(piece.kept)
             job[words.LOGITS] = logits.data_ptr()
+        begin = perf_counter()
         self._run(self._function, job.ctypes.data, num_threads)
+        if phases == (0, self._weights.num_phases):
+            self._threads.record(num_threads, num, perf_counter() - begin)
         self._workspaces.append(workspace)
 
     def _caches(self, request: _JobRequest) -> NDArray[np.int64] | None:

@@ -4,13 +4,12 @@ A trace judges nothing. What stands in a module that is one large operation, suc
 be of any kind; only what a program of rows (`programs.py`) is made of must be known.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lade.forward.operators import MAKERS, literal
 
@@ -54,7 +53,8 @@ class Node:
         if func is not None:
             name = str(func.overloadpacket).split(".", 1)[-1]
             self.name = name.rstrip("_") if func._schema.is_mutable else name
-        self.ins = [each for each in tree_leaves((args, kwargs)) if type(each) is Value]
+        given = _leaves((*args, *kwargs.values()))
+        self.ins = [each for each in given if type(each) is Value]
         self.outs: list[Value] = []
 
 
@@ -91,10 +91,11 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _DECOMPOSED or (func is _PRODUCT and _are_complex(*args)):
             with self:
                 return _DECOMPOSED.get(func, _product_of_complex)(*args, **kwargs)
-        node = Node(func, *tree_map(self._value_or_same, (args, kwargs)))
+        values_of = {name: self._given(each) for name, each in kwargs.items()}
+        node = Node(func, self._given(args), values_of)
         self.asked += node.ins if func is torch.ops.aten._local_scalar_dense.default else []
         out = func(*args, **kwargs)
-        made = (each for each in tree_leaves(out) if isinstance(each, Tensor))
+        made = (each for each in _leaves((out,)) if isinstance(each, Tensor))
         values = [self._keep(Value(each, node, place)) for place, each in enumerate(made)]
         node.outs = values
         if func._schema.is_mutable:
@@ -104,8 +105,19 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         self._keep(Value(each, Node(None, (self.value(each), value), {})))
         return out
 
-    def _value_or_same(self, each: Any) -> Any:
+    def _given(self, each: Any) -> Any:
+        """Return an argument, or a list of them, with values in the place of tensors."""
+        if isinstance(each, (list, tuple)):
+            return type(each)(map(self._given, each))
         return self.value(each) if isinstance(each, Tensor) else each
+
+
+def _leaves(given: Iterable[Any]) -> Iterator[Any]:
+    for each in given:
+        if isinstance(each, (list, tuple)):
+            yield from _leaves(each)
+        else:
+            yield each
 
 
 def _are_complex(*given: Any) -> bool:

@@ -9,6 +9,7 @@ import atexit
 import ctypes
 import os
 from collections.abc import Callable
+from statistics import fmean
 from threading import Lock
 from time import perf_counter, sleep
 
@@ -20,6 +21,11 @@ from lade.machine.threads import num_cores
 Run = Callable[[int, int, int], None]
 
 _MOST = 1024  # workers
+_FEW = 32  # tokens of forwards that threads are counted for; more tokens take all
+_TRIED = 16  # forwards on each of two numbers of threads, before the better one stays
+_SOON, _LATER = 32, 1000  # forwards before the next trial, after a change and without one
+_PAYS = 0.9  # of the time of half as many threads: else the cores are left to others
+_LONGEST = 5.0  # of the usual time that a forward counts: pauses of a quota count, and no more
 _CLOSING_SEC = 1.0
 _Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _Job = ctypes.c_int64 * 4
@@ -109,3 +115,54 @@ def run_job(function: int, job: int, num_threads: int) -> None:
 def most_threads() -> int:
     """Return how many threads run a job: torch's number, but no more than may run at once."""
     return min(torch.get_num_threads(), num_cores())
+
+
+class NumThreads:
+    """How many threads run a model's forwards of few tokens: as many as pay, learned from these.
+
+    Now and then forwards run in turn on this number, and on half of it or twice as many. Their
+    seconds count relative to the usual ones of as many tokens. Many tokens take all threads.
+    """
+
+    def __init__(self) -> None:
+        self._most = 1
+        self._begin(1, False, _SOON)
+
+    def choose(self, num_tokens: int) -> int:
+        """Return the number of threads for a forward of so many tokens."""
+        most = most_threads()
+        if most != self._most:
+            self._most = most
+            self._begin(most, False, _SOON)
+        if num_tokens > _FEW or most == 1:
+            return most
+        tried = self._tried
+        is_next = self._wait == 0 and len(tried[self._other]) < len(tried[self._num])
+        return self._other if is_next else self._num
+
+    def _begin(self, num: int, is_more: bool, wait: int) -> None:
+        """Run so many forwards on a number of threads, then try another, more if there are any."""
+        twice, half = min(2 * num, self._most), num // 2
+        is_more = twice > num and (is_more or half == 0)
+        self._num, self._other, self._wait = num, twice if is_more else half, wait
+        self._usual = dict[int, float]()  # seconds by number of tokens
+        self._tried = dict[int, list[float]]({num: [], self._other: []})
+
+    def record(self, num_threads: int, num_tokens: int, sec: float) -> None:
+        """Learn how long a forward took."""
+        if num_tokens > _FEW or self._most == 1 or num_threads not in self._tried:
+            return
+        usual = self._usual.get(num_tokens)
+        if self._wait > 0:
+            self._wait -= 1
+            self._usual[num_tokens] = sec if usual is None else usual + (sec - usual) / 8
+        elif usual is not None:
+            self._tried[num_threads].append(min(sec / usual, _LONGEST))
+            now, other = self._tried[self._num], self._tried[self._other]
+            if min(len(now), len(other)) == _TRIED:
+                is_more = self._other > self._num
+                most = fmean(now) * (_PAYS if is_more else 1 / _PAYS)
+                if fmean(other) < most:
+                    self._begin(self._other, is_more, _SOON)
+                else:
+                    self._begin(self._num, not is_more, _LATER)

@@ -2,13 +2,16 @@
 
 import ctypes
 import functools
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU in a period, and the period
+# Microseconds of CPU in a period, and the period: of control groups of version 2, and of version 1.
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_FIRST_QUOTA = [Path("/sys/fs/cgroup/cpu") / f"cpu.cfs_{name}_us" for name in ("quota", "period")]
 
 
 def alone(call: Callable[[], _Result]) -> _Result:
@@ -49,16 +52,17 @@ def _setters() -> tuple[Callable[[int], Any], Callable[[int], Any]]:
 
 @functools.cache
 def num_cores() -> int:
-    """Return how many threads of this process can run all the time."""
+    """Return how many threads of this process can run at once."""
     may_ask = hasattr(os, "sched_getaffinity")
     num = len(os.sched_getaffinity(0)) if may_ask else os.cpu_count() or 1
-    return max(1, int(min(num, num_cores_allowed() or num)))
+    return max(1, math.ceil(min(num, num_cores_allowed() or num)))
 
 
 def num_cores_allowed() -> float | None:
     """Return how many cores a container may use; None without a quota."""
     try:
-        cpu_time, period = _QUOTA.read_text().split()
-        return int(cpu_time) / int(period)
+        of_first = [*map(Path.read_text, _FIRST_QUOTA)] if not _QUOTA.exists() else []
+        cpu_time, period = of_first or _QUOTA.read_text().split()
+        return int(cpu_time) / int(period) if int(cpu_time) > 0 else None
     except (OSError, ValueError):  # no such file, or "max"
         return None

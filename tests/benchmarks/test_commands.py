@@ -289,6 +289,18 @@ def test_the_budget_is_held_against_the_best_fixed_number_of_each_process(
         assert only["ratio_of_first"] > 0
 
 
+def test_busy_machines_are_measured_in_processes(
+    options: list[Any], results: Callable[..., Any]
+) -> None:
+    given = [each for each in options if each not in ("--dtype", "float32")]
+    more = ["--processes", 1, "--dtypes", "float32", "--max-new-tokens", 4]
+    found = results("busy", *given, *more)
+    (rates,) = found["summary"].values()
+    assert {"plain", "plain, 1 busy", "lade", "lade, 1 busy, one thread"} <= {*rates}
+    assert "plain, 1 busy, one thread" not in rates
+    assert min(rates.values()) > 0
+
+
 def test_a_full_pool_is_timed_and_an_interruption_keeps_its_sizes(
     results: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,11 +62,13 @@ def test_products_are_exact_and_add_in_one_order(
 
 
 @pytest.mark.parametrize("dot", [each for each in ("avxvnni", "avx2") if FEATURES.get(each)])
-@pytest.mark.parametrize("name", thinned(BY_DIGITS, "Q4_1", "Q5_K", "Q6_K"))
+@pytest.mark.parametrize("name", thinned(BY_DIGITS, "Q4_1", "Q5_K", "Q6_K", "Q8_0", "MXFP4"))
 def test_products_by_digits_are_exact_and_add_in_one_order(
     name: str, dot: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have the same bits by each of the instructions that CPUs have for it."""
+    if dot == "avx2" and _digits.AROUND[NUMBERS[name]] == 128:
+        pytest.skip("sums of two products do not fit into 16 bits")
     bits = check_products(name, _digits)
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(_digits, "_DOT", dot)

@@ -87,6 +87,17 @@ def test_downloads_show_their_bars_and_a_quota_of_cores_counts(
         (tmp_path / "cpu.max").write_text("max 100000\n")
         load(folder)
         assert torch.get_num_threads() == 3
+        (tmp_path / "cpu.max").unlink()  # as in control groups of version 1
+        (tmp_path / "quota").write_text("110000\n")
+        (tmp_path / "period").write_text("100000\n")
+        of_first = [tmp_path / "quota", tmp_path / "period"]
+        monkeypatch.setattr("lade.machine.threads._FIRST_QUOTA", of_first)
+        load(folder)
+        assert torch.get_num_threads() == 2
+        (tmp_path / "quota").write_text("-1\n")
+        load(folder, threads=3)
+        load(folder)
+        assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(num_threads)
     assert not are_progress_bars_disabled()
