@@ -37,7 +37,7 @@ from lade.forward._tiles import (
     run_tiles,  # noqa: F401 — what jobs call
     take,
 )
-from lade.forward._workers import end, look, next_phase, pieces, report, wait_within
+from lade.forward._workers import end, look, next_phase, pieces
 
 _MOST_ROWS = BLOCK  # rows of queries in a piece of attention
 _UNIT, _MOST_COLUMNS = (32, 192) if LANES == 16 else (48, 192)
@@ -341,22 +341,6 @@ def _write_digits(g, address, num, row):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _multiply_packed(inputs, num_inputs, digits, of, first, until, results, strip):  # type: ignore[no-untyped-def]
-    """Add some columns of a product with a packed weight; see `_packed.product_of`."""
-    half, step, start, (out, out_step) = of[w.HALF], of[w.ROW_BYTES], first, results
-    while start < until:
-        stop, index, apart = until, start, 1
-        if half != 0:
-            stop, apart = min((start // half + 1) * half, until), 2
-            index = start // (2 * half) * 2 * half + start % half * 2 + start // half % 2
-        weight, target = of[w.WEIGHT] + step * index, out + 4 * (start - first)
-        packed = weight, apart * step, stop - start
-        rest = target, out_step, num_inputs, strip, digits
-        call_compiled((of[w.PACKED], *inputs, *packed, *rest))
-        start = stop
-
-
-@compiled
 def _add_across(g, format_, inputs, weights, results, size, totals):  # type: ignore[no-untyped-def]
     """Add products with weights whose columns lie side by side, input by input.
 
@@ -393,7 +377,8 @@ def _multiply(g, inputs, num_inputs, num_rows, digits, of, first, until, out, ou
     for row in range(num_rows):
         _fill(_row(out + out_step * row, num), _F(0))
     if of[w.PACKED] != 0:
-        _multiply_packed(x, num_inputs, digits, of, first, until, results, strip)
+        packed = of[w.WEIGHT] + of[w.ROW_BYTES] * first, of[w.ROW_BYTES], num
+        call_compiled((of[w.PACKED], *x, *packed, *results, num_inputs, strip, digits))
     elif of[w.ACROSS] != 0:  # sums run along the columns
         format_, step = of[w.ROW_BYTES], of[w.ACROSS]
         width = 4 if format_ == FLOAT32 else 2
@@ -411,28 +396,6 @@ def _multiply(g, inputs, num_inputs, num_rows, digits, of, first, until, out, ou
 
 
 @inlined
-def _write_between(g, phase, inputs, num_inputs, num_rows, first, until, scratch):  # type: ignore[no-untyped-def]
-    """Multiply inputs by the first factors of some low-rank additions."""
-    added = numba.carray(pointer(g[w.ADDITIONS]), (until, w.ROW_SIZE), np.int64)
-    piece, num_before, num_done, out_step = take(phase, 1), 0, 0, 4 * _MOST_COLUMNS
-    for number in range(first, until):
-        of = added[number]
-        num_pieces = -(-of[w.NUM_COLUMNS] // _UNIT)
-        while piece < num_before + num_pieces:
-            start = (piece - num_before) * _UNIT
-            stop = min(start + _UNIT, of[w.NUM_COLUMNS])
-            given = inputs, num_inputs, num_rows, 0
-            _multiply(g, *given, of, start, stop, scratch, out_step)
-            for row in range(num_rows):
-                target = g[w.BETWEEN] + 4 * (g[w.BETWEEN_SIZE] * row + of[w.START] + start)
-                _copy(_row(scratch + out_step * row, stop - start), _row(target, stop - start))
-            num_done += 1
-            piece = take(phase, 1)
-        num_before += num_pieces
-    wait_within(g, phase, num_done, num_before)
-
-
-@inlined
 def _add_low_rank(g, of, num_rows, first, until, out, out_step, scratch):  # type: ignore[no-untyped-def]
     """Add the low-rank additions to some columns of a product."""
     num = until - first
@@ -440,21 +403,21 @@ def _add_low_rank(g, of, num_rows, first, until, out, out_step, scratch):  # typ
     sums = _row(scratch, num)
     for number in range(of[w.FIRST_ADDED], of[w.END_ADDED]):
         addition = added[number]
-        rank, times = addition[w.NUM_COLUMNS], _number(addition, w.TIMES)
+        rank, times = addition[w.RANK], _number(addition, w.TIMES)
         # Ranks are small: sums run along the columns, for which the factor is turned.
         second = numba.carray(pointer(scratch + 4 * _MOST_COLUMNS), (rank, num), np.float32)
         for i in range(num):
-            row_of_second = _row(addition[w.SECOND] + 4 * (first + i) * rank, rank)
+            row_of_second = _row(addition[w.WEIGHT] + 4 * (first + i) * rank, rank)
             for k in range(rank):
                 second[k, i] = row_of_second[k]
         for row in range(num_rows):
             _fill(sums, _F(0))
-            start = g[w.BETWEEN] + 4 * (g[w.BETWEEN_SIZE] * row + addition[w.START])
+            start = g[w.BETWEEN] + 4 * (addition[w.BETWEEN_SIZE] * row + addition[w.START])
             between = _row(start, rank)
             for k in range(rank):
                 for i in range(num):
                     sums[i] += between[k] * second[k, i]
-            _add_biases(addition[w.SECOND + w.BIAS], first, (scratch, 0), 1, num)
+            _add_biases(addition[w.BIAS], first, (scratch, 0), 1, num)
             numbers = _row(out + out_step * row, num)
             for i in range(num):
                 numbers[i] += sums[i] * times
@@ -470,22 +433,18 @@ def _run_products(g, phase, of_phase, scratch):  # type: ignore[no-untyped-def]
     """
     num_rows = g[w.NUM_TOKENS] if of_phase[w.TOKENS] == w.EVERY_TOKEN else g[w.NUM_KEPT]
     inputs, num_inputs, num_all = g[of_phase[w.GIVEN]], of_phase[w.NUM_GIVEN], of_phase[w.NUM_MADE]
-    target, columns, beside = g[of_phase[w.TARGET]], of_phase[w.COLUMNS], of_phase[w.BESIDE]
-    are_two = columns != 0 and of_phase[w.PRODUCT_SIZE + w.WEIGHT] != 0
-    most = _MOST_COLUMNS // 2 if are_two else _MOST_COLUMNS
+    target, columns = g[of_phase[w.TARGET]], of_phase[w.COLUMNS]
+    num_products = of_phase[w.NUM_PRODUCTS]
+    most = _MOST_COLUMNS // 2 if columns != 0 and num_products == 2 else _MOST_COLUMNS
     unit = 4 if of_phase[w.TARGET] == w.SCORES else _UNIT  # there are few experts
     step, out_step = _share(num_all, g[w.NUM_THREADS], unit, most), 4 * _MOST_COLUMNS
     memory = scratch + num_rows * out_step
-    first, until = of_phase[w.FIRST_ADDED], of_phase[3 * w.PRODUCT_SIZE + w.END_ADDED]
-    if first < until:
-        _write_between(g, phase + 128, inputs, num_inputs, num_rows, first, until, scratch)
     for start, stop in pieces(g, phase, num_all, step):
         before = 0
-        for product in range(0, 4 * w.PRODUCT_SIZE, w.PRODUCT_SIZE):
-            of = of_phase[product : product + w.PRODUCT_SIZE]
+        for product in range(num_products):
+            of = of_phase[w.PRODUCT_SIZE * product : w.PRODUCT_SIZE * (product + 1)]
             if columns != 0:
-                first, until = start, stop if of[w.WEIGHT] != 0 else start
-                out = scratch + 2 * _MOST_COLUMNS * (product // w.PRODUCT_SIZE)
+                first, until, out = start, stop, scratch + 2 * _MOST_COLUMNS * product
             else:
                 first, until = max(start - before, 0), min(stop - before, of[w.NUM_COLUMNS])
                 out = scratch + 4 * (before + first - start)
@@ -500,42 +459,30 @@ def _run_products(g, phase, of_phase, scratch):  # type: ignore[no-untyped-def]
             if columns == 0:
                 _copy(_row(numbers, stop - start), _row(made, stop - start))
                 continue
-            second = numbers + out_step // 2
-            if beside != 0:
-                index = of_phase[w.BESIDE_STEP] * row + of_phase[w.BESIDE_FIRST] + start
-                second = g[beside] + 4 * index
-            _run_columns(g, columns, stop - start, start, (numbers, second), made, memory)
+            of_row = numbers, numbers + out_step // 2
+            _run_columns(g, columns, stop - start, start, of_row, made, memory)
             if of_phase[w.TARGET] == w.INNER:
                 _write_digits(g, made, stop - start, row)
-
-
-@compiled
-def given_to_rows(g, of, token, index, scratch):  # type: ignore[no-untyped-def]
-    """Return the addresses that a program of a token's row takes: scratch memory, then places.
-
-    Args:
-        g, of: the job, and the row that describes the program.
-        token: number of the token.
-        index: its number in NORMED.
-        scratch: of MOST_PLACES words, and what the program needs.
-    """
-    given = numba.carray(pointer(scratch), (w.MOST_PLACES + 1,), np.int64)
-    given[0] = (scratch + 8 * (w.MOST_PLACES + 1) + 63) // 64 * 64
-    for each in range(of[w.NUM_PLACES]):
-        place = w.PLACES + 3 * each
-        at = index if of[place] == w.NORMED else token
-        given[each + 1] = g[of[place]] + of[place + 1] + of[place + 2] * at
-    return given
 
 
 @compiled
 def run_rows(g, number, token, index, scratch):  # type: ignore[no-untyped-def]
     """Run the program that a row describes, counted from 1, and return its last result's address.
 
-    For its arguments, see `given_to_rows`.
+    Args:
+        g: the job.
+        number: of the row.
+        token: number of the token.
+        index: its number in NORMED.
+        scratch: of MOST_PLACES words, and what the program needs.
     """
     of = described(g, number)
-    given = given_to_rows(g, of, token, index, scratch)
+    given = numba.carray(pointer(scratch), (w.MOST_PLACES + 1,), np.int64)
+    given[0] = (scratch + 8 * (w.MOST_PLACES + 1) + 63) // 64 * 64
+    for each in range(of[w.NUM_PLACES]):
+        place = w.PLACES + 3 * each
+        at = index if of[place] == w.NORMED else token
+        given[each + 1] = g[of[place]] + of[place + 1] + of[place + 2] * at
     call_with((of[w.PROGRAM], given.ctypes.data))
     return given[of[w.NUM_PLACES]]
 
@@ -579,11 +526,12 @@ def _write_heads(g, phase, layer, parts, caches, scratch):  # type: ignore[no-un
         while token >= parts[part, w.FIRST] + parts[part, w.NUM_NEW]:
             part += 1
         slot = caches[part, w.NUM_KEYS] - parts[part, w.NUM_NEW] + token - parts[part, w.FIRST]
-        made = g[w.QUERIES] + 4 * layer[w.QUERIES_SIZE] * token
-        made += 4 * layer[w.NUM_HEADS] * layer[w.HEAD_SIZE]
+        made = g[w.QUERIES] + 4 * (layer[w.QUERIES_SIZE] * token + layer[w.NUM_QUERIES])
         for kind in range(0 if layer[w.READS] else 2):
             first, step = (w.VALUES, w.VALUE_HEAD) if kind else (w.KEYS, w.KEY_HEAD)
-            size = layer[w.RESULT_SIZE if kind else w.HEAD_SIZE]
+            size = layer[w.HEAD_SIZE]
+            if kind:
+                size = layer[w.MORE_SIZE] if layer[w.MORE_SIZE] != 0 else layer[w.RESULT_SIZE]
             for head in range(num_heads):
                 target = caches[part, first] + head * caches[part, step] + 4 * slot * size
                 _copy(_row(made, size), _row(target, size))
@@ -693,7 +641,7 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
 
 
 @inlined
-def _attend(g, phase, layer, parts, caches, goes_on, scratch):  # type: ignore[no-untyped-def]
+def _attend(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyped-def]
     num_parts, num_key_heads = g[w.NUM_PARTS], layer[w.NUM_KEY_HEADS]
     num_sharing = layer[w.NUM_HEADS] // num_key_heads
     # Each group of rows reads keys and values again, but threads without a group would idle.
@@ -711,10 +659,7 @@ def _attend(g, phase, layer, parts, caches, goes_on, scratch):  # type: ignore[n
             num_done += 1
             piece = take(phase, 1)
         num_before += num_key_heads * num_groups
-    if goes_on:
-        wait_within(g, phase, num_done, num_before)
-    else:
-        end(g, phase, num_done, num_before)
+    end(g, phase, num_done, num_before)
 
 
 @job
@@ -724,7 +669,7 @@ def run_attention(address: Any) -> None:
     if step == 0:
         _write_heads(g, phase, layer, parts, caches, scratch)
     else:
-        _attend(g, phase, layer, parts, caches, layer[w.MORE_SIZE] != 0, scratch)
+        _attend(g, phase, layer, parts, caches, scratch)
 
 
 # --- short convolutions -------------------------------------------------------------------------
@@ -794,25 +739,25 @@ def run_convolution(address: Any) -> None:
 
 
 @compiled
-def _grouped(g, of, scratch):  # type: ignore[no-untyped-def]
-    """Group all choices by expert in the thread's memory; return the groups and the rest of it."""
-    num, num_chosen = g[w.NUM_TOKENS] * of[w.NUM_CHOSEN], of[w.NUM_CHOSEN]
-    chosen = _row(g[w.CHOSEN], num)
-    ends = numba.carray(pointer(scratch), (of[w.NUM_EXPERTS] + 1,), np.int64)
-    scratch += 8 * len(ends)
-    tokens = numba.carray(pointer(scratch), (num,), np.int64)
-    slots = numba.carray(pointer(scratch + 8 * num), (num,), np.int64)
-    num_hit = group(chosen, num_chosen, ends, tokens, slots)
-    return num_hit, ends, tokens, slots, scratch + 16 * num
+def _groups(g, of):  # type: ignore[no-untyped-def]
+    """Return how many experts were chosen and how many pieces they have; then see `group`."""
+    num, address = g[w.NUM_TOKENS] * of[w.NUM_CHOSEN], g[w.GROUPS]
+    totals = numba.carray(pointer(address), (2,), np.int64)
+    ends = numba.carray(pointer(address + 16), (of[w.NUM_EXPERTS] + 1,), np.int64)
+    address += 8 * (2 + len(ends))
+    tokens = numba.carray(pointer(address), (num,), np.int64)
+    slots = numba.carray(pointer(address + 8 * num), (num,), np.int64)
+    return totals, ends, tokens, slots
 
 
 @compiled
 def _inner_at_once(g, of, num_hit, num_rows):  # type: ignore[no-untyped-def]
-    """Return the inner states in a piece of an expert that has so many rows."""
+    """Return the inner states in a piece of an expert with so many rows, and how many pieces."""
     most = _MOST_COLUMNS // 2
     if of[w.LIES] & w.LIE_ACROSS:
         most = max(most, _WIDE // (2 * max(num_rows, 1)) // _UNIT * _UNIT)
-    return _share(num_hit * of[w.EXPERT_INNER], g[w.NUM_THREADS], _UNIT, most)
+    step = _share(num_hit * of[w.EXPERT_INNER], g[w.NUM_THREADS], _UNIT, most)
+    return step, -(-of[w.EXPERT_INNER] // step) if num_rows > 0 else 0
 
 
 @inlined
@@ -822,49 +767,33 @@ def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     given, apart = g[w.NORMED], 4 * size
     if of[w.BY_DIGITS] != 0:  # which take as much memory
         given, apart = given + g[w.DIGITS], apart + w.DIGITS_APART
-    num_hit, ends, tokens, _, scratch = _grouped(g, of, scratch)
-    piece, num_before, num_done = take(phase, 1), 0, 0
-    # A late thread may have grouped the choices of the next layer: the first one tells all others
-    # how many pieces there are. A thread that has a piece has grouped the right choices.
-    if piece == 0:
-        num_pieces = 0
-        for expert in range(len(ends) - 1):
-            num_rows = ends[expert + 1] - ends[expert]
-            step = _inner_at_once(g, of, num_hit, num_rows)
-            num_pieces += -(-inner // step) if num_rows > 0 else 0
-        report(g, phase + 128, num_pieces)
-    wait_within(g, phase + 64, 0, 1)
-    num_all = look(phase + 128)
-    for expert in range(len(ends) - 1 if piece < num_all else 0):
-        first, num_rows = ends[expert], ends[expert + 1] - ends[expert]
-        step = _inner_at_once(g, of, num_hit, num_rows)
-        num_pieces, out_step = -(-inner // step), 8 * step
-        results = scratch + 4 * size * num_rows  # behind the states of the expert's tokens
-        while num_rows > 0 and piece < num_before + num_pieces:
-            start = (piece - num_before) * step
-            num = min(step, inner - start)
-            for row in range(num_rows):
-                states = _row(given + apart * tokens[first + row], size)
-                _copy(states, _row(scratch + 4 * size * row, size))
-            for part in range(1 if alternate else 2):  # both, or gate and up
-                word = w.EXPERT_UP if part else w.EXPERT_GATE
-                product, out = of[word : word + w.PRODUCT_SIZE], results + out_step // 2 * part
-                column, columns = (2 * start, 2 * num) if alternate else (start, num)
-                begin = product[w.NUM_COLUMNS] * expert + column
-                x = scratch, size, num_rows, 0
-                _multiply(g, *x, product, begin, begin + columns, out, out_step)
-                begin = inner * (2 * expert + part) + column
-                _add_biases(of[w.GATE_UP_BIAS], begin, (out, out_step), num_rows, columns)
-            for row in range(num_rows):
-                gate, out = results + out_step * row, inner * (first + row) + start
-                up = gate + 4 if alternate else gate + out_step // 2
-                made = g[w.OF_EXPERTS] + 4 * out
-                call_compiled((of[w.GATING], num, gate, up, made))
-                _write_digits(g, made, num, first + row)
-            num_done += 1
-            piece = take(phase, 1)
-        num_before += num_pieces if num_rows > 0 else 0
-    end(g, phase, num_done, num_all)
+    totals, ends, tokens, _ = _groups(g, of)
+    expert, first, num_rows, step, num_before, num_pieces = -1, 0, 0, 0, 0, 0
+    for piece, _ in pieces(g, phase, totals[1], 1):
+        while piece >= num_before + num_pieces:
+            expert, num_before = expert + 1, num_before + num_pieces
+            first, num_rows = ends[expert], ends[expert + 1] - ends[expert]
+            step, num_pieces = _inner_at_once(g, of, totals[0], num_rows)
+        out_step, start = 8 * step, (piece - num_before) * step
+        num, results = min(step, inner - start), scratch + 4 * size * num_rows  # behind states
+        for row in range(num_rows):
+            states = _row(given + apart * tokens[first + row], size)
+            _copy(states, _row(scratch + 4 * size * row, size))
+        for part in range(1 if alternate else 2):  # both, or gate and up
+            word = w.EXPERT_UP if part else w.EXPERT_GATE
+            product, out = of[word : word + w.PRODUCT_SIZE], results + out_step // 2 * part
+            column, columns = (2 * start, 2 * num) if alternate else (start, num)
+            begin = product[w.NUM_COLUMNS] * expert + column
+            x = scratch, size, num_rows, 0
+            _multiply(g, *x, product, begin, begin + columns, out, out_step)
+            begin = inner * (2 * expert + part) + column
+            _add_biases(of[w.GATE_UP_BIAS], begin, (out, out_step), num_rows, columns)
+        for row in range(num_rows):
+            gate, out = results + out_step * row, inner * (first + row) + start
+            up = gate + 4 if alternate else gate + out_step // 2
+            made = g[w.OF_EXPERTS] + 4 * out
+            call_compiled((of[w.GATING], num, gate, up, made))
+            _write_digits(g, made, num, first + row)
 
 
 @inlined
@@ -875,7 +804,7 @@ def _run_out_of_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     """
     size, inner, num_chosen = g[w.HIDDEN], of[w.EXPERT_INNER], of[w.NUM_CHOSEN]
     down = of[w.EXPERT_DOWN : w.EXPERT_DOWN + w.PRODUCT_SIZE]
-    _, ends, _, slots, scratch = _grouped(g, of, scratch)
+    _, ends, _, slots = _groups(g, of)
     num_rows = len(slots)
     most = _MOST_COLUMNS if num_rows <= _FEW_CHOICES else _UNIT
     if of[w.LIES] & w.LIE_ACROSS:
@@ -906,6 +835,14 @@ def run_experts(address: Any) -> None:
     """Run the pieces of a phase that other threads have not taken; see `given_to_job`."""
     g, phase, step, of, _, _, scratch = given_to_job(address)
     if step == 0:
+        for _ in pieces(g, phase, 1, 1):
+            totals, ends, tokens, slots = _groups(g, of)
+            chosen = _row(g[w.CHOSEN], len(tokens))
+            totals[0], totals[1] = group(chosen, of[w.NUM_CHOSEN], ends, tokens, slots), 0
+            for expert in range(len(ends) - 1):
+                num_rows = ends[expert + 1] - ends[expert]
+                totals[1] += _inner_at_once(g, of, totals[0], num_rows)[1]
+    elif step == 1:
         _run_into_experts(g, phase, of, scratch)
     else:
         _run_out_of_experts(g, phase, of, scratch)
@@ -937,8 +874,8 @@ def run_forward(address: Any) -> None:
     num_phases = g[w.NUM_PHASES]
     rows = numba.carray(pointer(g[w.LIST]), (num_phases, w.ROW_SIZE), np.int64)
     phase = look(slot + 8 * w.CURRENT)
-    while 0 < phase < first_phase + 256 * num_phases:
-        index = (phase - first_phase) // 256
+    while 0 < phase < first_phase + 128 * num_phases:
+        index = (phase - first_phase) // 128
         of_phase = rows[index]
         if of_phase[w.RUN] != 0:
             call_compiled((of_phase[w.RUN], g.ctypes.data, phase, of_phase.ctypes.data, scratch))
@@ -974,10 +911,10 @@ def scratch_size(
         of_inner += STRIP + 16
         of_results = max((num_choices + 1) * _UNIT, (_FEW_CHOICES + 1) * _MOST_COLUMNS)
         of_results += BLOCK + num_tokens + 2 * _WIDE
-        of_experts = 5 * (num_experts + 1) + 4 * num_choices + max(of_inner, of_results)
+        of_experts = max(of_inner, of_results)
     of_convolution = 2 * (taps + 1) * _MOST_COLUMNS
     if of_latents > 0:
-        of_latents = (of_latents + 1) * (num_tokens + 1) + 2 * BLOCK + STRIP + 16 + of_rows
+        of_latents = (of_latents + 1) * (num_tokens + 1) + 2 * BLOCK + STRIP + 16
     of_mixing = max(of_attention, of_convolution, of_recurrence, of_latents)
     most = max(of_rows, of_products, of_experts, of_mixing)
     return -(-4 * most // 4096) * 4096

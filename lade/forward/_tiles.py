@@ -36,8 +36,7 @@ compiled_with = partial(
 compiled, inlined = compiled_with(), compiled_with(inline="always")
 _one_by_one = threading.RLock()
 
-# Formats of values.
-FLOAT32, BFLOAT16, FLOAT16 = range(3)
+FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 30  # formats of values, by GGML's numbers
 
 llvmlite.binding.initialize_native_asmparser()
 FEATURES = llvmlite.binding.get_host_cpu_features()

@@ -104,40 +104,22 @@ def wake(bed):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def report(g, address, num):  # type: ignore[no-untyped-def]
-    """Add to a number of a phase that others wait for."""
-    take(address, num)
-    wake(g[w.SLOT] + 8 * w.SLOT_BED)
-
-
-@compiled
-def wait_within(g, phase, num_done, num_pieces):  # type: ignore[no-untyped-def]
-    """Report finished pieces, and wait until all are finished, where a phase goes on afterwards."""
-    if num_done > 0:
-        report(g, phase + 64, num_done)
-    slot = g[w.SLOT]
-    number = slot + 8 * w.NUMBER
-    wait(slot + 8 * w.SLOT_BED, (phase + 64, num_pieces, number, look(number)))
-
-
-@compiled
 def end(g, phase, num_done, num_pieces):  # type: ignore[no-untyped-def]
     """Report finished pieces; with the last one, the next phase begins."""
     before = take(phase + 64, num_done) if num_done > 0 else 0
     if before + num_done == num_pieces:
-        slot, first = g[w.SLOT], g[w.PHASES]
-        _raise_to(slot + 8 * w.CURRENT, first + (phase - first) // 256 * 256 + 256)
+        slot = g[w.SLOT]
+        _raise_to(slot + 8 * w.CURRENT, phase + 128)
         wake(slot + 8 * w.SLOT_BED)
 
 
 @compiled
-def pieces(g, phase, num, step, goes_on=False):  # type: ignore[no-untyped-def]
+def pieces(g, phase, num, step):  # type: ignore[no-untyped-def]
     """Yield first and last end of the pieces that this thread gets; then the next phase begins.
 
     Args:
         g, phase: the job, and the address of the phase.
         num, step: how many units of work there are, and how many make a piece.
-        goes_on: whether the phase goes on afterwards, once all pieces are finished.
     """
     start, num_done = take(phase, step), 0
     while start < num:
@@ -145,10 +127,7 @@ def pieces(g, phase, num, step, goes_on=False):  # type: ignore[no-untyped-def]
         yield start, stop
         num_done += stop - start
         start = take(phase, step)
-    if goes_on:
-        wait_within(g, phase, num_done, num)
-    else:
-        end(g, phase, num_done, num)
+    end(g, phase, num_done, num)
 
 
 # --- jobs -----------------------------------------------------------------------------------------

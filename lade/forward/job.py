@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.pytorch_utils import Conv1D
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from lade.compat import CACHE, Model, dtype_of, has_hook
 from lade.compat.attempts import Attempt
@@ -38,11 +38,8 @@ from lade.forward.packed import (
     made_whole,
 )
 from lade.forward.reading import (
-    DecoderSizes,
-    adapters_of,
     given_to,
     is_alike,
-    products_of,
     read,
 )
 from lade.forward.table import WITH_DIGITS, Held, Weights, added_in
@@ -59,6 +56,8 @@ from lade.targets.rows import MOST_AT_ONCE
 _TRIED, _CLEAR = (1, 8), 0.8
 # Words whose memory belongs to a forward, or to none.
 _OWN = {words.STATES, words.INPUTS, words.LOGITS, words.POSITIONS, words.NOTHING}
+# Packages of modules whose settings stay those of a call.
+_HOMES = "torch.", "transformers.", f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}.", "lade."
 #: Prompts of more tokens run by the model's own forwards if it has recurrences.
 MANY_TOKENS = 64
 _GIVEN = {
@@ -115,7 +114,8 @@ class FusedForwards:
         compiled: the kernels.
         run: calls a function on several threads.
         is_unchanged: returns whether the model's state is unchanged; called before each forward of
-            a model with adapters, which may be switched at any time; None if it is unknown.
+            a model with modules of other packages, as adapters may be switched at any time; None if
+            it is unknown.
 
     Attributes:
         why_not: why jobs are no longer used; None if they may be.
@@ -136,18 +136,9 @@ class FusedForwards:
         self._function, self._tiles = compiled.run_forward().address, compiled.run_tiles().address
         self.why_not: str | None = None
         plan = read(model)
-        self._sizes = sizes = plan.sizes
+        self._hidden, self._reach, self._num_layers = plan.hidden, plan.reach, len(plan.layers)
+        self._vocab_size = plan.head.out_features
         mixing = [layer.mixing for layer in plan.layers]
-        heads = [each.heads for each in mixing if each.heads is not None]
-        of_heads = {size for each in heads for size in (each.size, each.size_of_value)}
-        is_whole = all(each % compiled.LANES == 0 for each in of_heads)
-        require(is_whole, "its heads are no whole number of vectors")
-        across = [each.module for each in products_of(plan) if isinstance(each.module, Conv1D)]
-        experts = [layer.experts for layer in plan.layers if layer.experts is not None]
-        lying = {x.stacks.inner for x in experts if x.stacks.lies & words.LIE_ACROSS}
-        columns = {each.nf for each in across} | lying | {sizes.hidden for _ in lying}
-        is_whole = all(each % compiled.LANES == 0 for each in columns)
-        require(is_whole, "its columns are no whole number of vectors")
         self.is_packed = type(plan.head) is PackedLinear
         self._limit = limit_of(model)
         names = {module: name for name, module in model.named_modules()}
@@ -165,7 +156,8 @@ class FusedForwards:
         self._threads = NumThreads()
         self._weights = Weights(plan, self._kinds, keeping, compiled, names)
         require(self._weights.fit(), "its weights are no plain matrices")
-        self._is_unchanged = is_unchanged if any(adapters_of(plan)) else None
+        files = (f"{type(each).__module__}." for each in model.modules())
+        self._is_unchanged = None if all(x.startswith(_HOMES) for x in files) else is_unchanged
 
     def settle(self, by_torch: Forward, by_job: Forward) -> None:
         """Compare jobs with the model's own forward, in results and in time; once.
@@ -175,7 +167,7 @@ class FusedForwards:
                 by the model's own forward; the tokens leave no trace in its cache.
             by_job: returns the same by a job.
         """
-        reason = why_wrong(by_torch, by_job, self._limit, self._sizes.num_experts > 0)
+        reason = why_wrong(by_torch, by_job, self._limit, self._weights.sizes["num_chosen"] > 0)
         self.why_not = self.why_not or reason  # jobs may have failed
         if self.is_packed or self.why_not is not None:
             return
@@ -224,9 +216,7 @@ class FusedForwards:
                 has_kwargs = any(each._forward_pre_hooks_with_kwargs for each in with_hooks)
                 kept = inputs.get(LOGITS_KEPT, 0)
                 drops_tokens = (
-                    self._num_writing < self._sizes.num_layers
-                    and isinstance(kept, int)
-                    and kept > 0
+                    self._num_writing < self._num_layers and isinstance(kept, int) and kept > 0
                 )
                 # Hooks would see more than states, or rows of torch's products each other.
                 if has_kwargs or self._has_more or drops_tokens:
@@ -261,20 +251,20 @@ class FusedForwards:
 
     def _by_job(self, request: _JobRequest) -> Tensor | None:
         """Return logits [num_rows, …, vocab_size]; None, with nothing written, if impossible."""
-        sizes, weights, num = self._sizes, self._weights, request.input_ids.shape[1]
+        weights, num = self._weights, request.input_ids.shape[1]
         # For all pieces at once: some angles depend on the length of the text.
         given = alone(lambda: self._given(request))
         pieces = self._pieces(request, given)
         if pieces is None:
             return None
-        states = torch.empty((num, sizes.hidden), dtype=torch.float32, device="cpu")
+        states = torch.empty((num, self._hidden), dtype=torch.float32, device="cpu")
         table, done = weights.table(request.held), 0
         if request.by_layers is not None:
             for piece in pieces if weights.starts[0] > 1 else ():  # what layers get besides states
                 self._run_piece(piece, states, table, (0, weights.starts[0]))
             logits = request.by_layers(partial(self._run_layer, request, pieces))
         else:
-            logits = states.new_empty((1, len(request.kept), sizes.vocab_size))
+            logits = states.new_empty((1, len(request.kept), self._vocab_size))
             for piece in pieces:
                 is_last = piece.phases[1] == weights.num_phases
                 of_piece = logits[0, done:] if is_last else None
@@ -288,7 +278,7 @@ class FusedForwards:
         self, request: _JobRequest, pieces: list[_Piece], number: int, states: Tensor
     ) -> Tensor:
         """Run a layer and all up to the next with hooks, or the head; return the states."""
-        last, hidden, hooked = self._sizes.num_layers, self._sizes.hidden, request.hooked
+        last, hidden, hooked = self._num_layers, self._hidden, request.hooked
         is_known = states.dtype is torch.float32 and states.shape[::2] == (1, hidden)
         if not is_known:
             raise ValueError(f"states of a layer have become {states.dtype} {[*states.shape]}")
@@ -323,17 +313,17 @@ class FusedForwards:
             request: the forward.
             given: what modules give, float32 [num_tokens, …].
         """
-        sizes, num, all_caches = self._sizes, request.input_ids.shape[1], self._caches(request)
+        num, all_caches = request.input_ids.shape[1], self._caches(request)
         if all_caches is None:
             return None
         starts, num_phases = self._weights.starts, self._weights.num_phases
         given_at = np.array([*map(Tensor.data_ptr, given)], np.int64)
-        num_inputs = dict(sizes.memory).get(words.INPUTS, 0)
+        num_inputs = self._weights.memory.get(words.INPUTS, 0)
         inputs = torch.empty((num, num_inputs), dtype=torch.float32, device="cpu")
         step, pieces = MOST_TOKENS if len(request.parts) == 1 else num, []
         spans = [(start, min(step, num - start)) for start in range(0, num, step)]
         ends = [(0, num_phases)] * len(spans)
-        may_drop = self._num_writing < sizes.num_layers and request.by_layers is None
+        may_drop = self._num_writing < self._num_layers and request.by_layers is None
         if may_drop and len(request.parts) == 1 and request.kept.tolist() == [num - 1] != [0]:
             middle = starts[self._num_writing]
             ends = [(0, middle + 1)] * len(spans) + [(middle, num_phases)]
@@ -351,13 +341,12 @@ class FusedForwards:
                 ]
             )
             job = np.zeros(words.JOB_SIZE, np.int64)
-            job[words.NUM_TOKENS], job[words.HIDDEN] = size, sizes.hidden
+            job[words.NUM_TOKENS], job[words.HIDDEN] = size, self._hidden
             is_whole = request.by_layers is None  # else no time is learned of it
             num_threads = self._threads.choose(size) if is_whole else most_threads()
             job[words.NUM_THREADS], job[words.TILES] = num_threads, self._tiles
             job[words.PARTS], job[words.NUM_PARTS] = parts.ctypes.data, len(request.parts)
             job[words.CACHES] = caches.ctypes.data
-            job[words.BETWEEN_SIZE] = sizes.between
             job[words.POSITIONS] = positions.data_ptr()
             job[words.INPUTS] = inputs[start:].data_ptr()
             inside = request.kept[(request.kept >= start) & (request.kept < start + size)]
@@ -387,7 +376,7 @@ class FusedForwards:
         turning = self._weights.turning
         table.reshape(-1)[turning[:, 0]] = piece.given[turning[:, 1]]
         job[words.ADDITIONS] = table[self._weights.num_phases :].ctypes.data
-        job[words.STATES] = states.data_ptr() + 4 * self._sizes.hidden * piece.start
+        job[words.STATES] = states.data_ptr() + 4 * self._hidden * piece.start
         job[words.LIST], job[words.NUM_PHASES] = table[first:].ctypes.data, end - first
         num_threads = int(job[words.NUM_THREADS])
         workspace = self._workspace(num, num_threads)
@@ -426,7 +415,7 @@ class FusedForwards:
         given = {words.POSITIONS_GIVEN: positions, words.AXES_GIVEN: positions.expand(3, -1, -1)}
         given[words.TOKENS_GIVEN] = self._weights.replaced(request.input_ids)
         given[words.STATES_GIVEN] = torch.zeros(1, dtype=torch.float32, device="cpu").expand(
-            1, num, self._sizes.hidden
+            1, num, self._hidden
         )
         made, found = [], []
         for name, plan in self._weights.calls:
@@ -445,8 +434,7 @@ class FusedForwards:
             found = self._workspaces.pop()
             if num_tokens <= found.num_tokens and num_threads <= found.num_threads:
                 return found
-        of_plan = self._sizes, self._weights.num_phases, self._weights.by_digits
-        return _Workspace(self._kernels, *of_plan, num_tokens, num_threads)
+        return _Workspace(self._kernels, self._weights, num_tokens, num_threads)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -504,7 +492,7 @@ class FusedForwards:
         for own, of_part, masks in zip(held, nodes, of_parts, strict=True):
             require(len(own.held) == len(self._states), "its cache is of another kind")
             size = of_part.stop - of_part.start
-            sees_all = own.get_seq_length() + size <= self._sizes.reach
+            sees_all = own.get_seq_length() + size <= self._reach
             of_kinds = [_of_part(each, size, sees_all) for each in masks]
             parts.append(_ForwardPart(own, of_part.start, size, of_kinds))
         return parts
@@ -572,28 +560,20 @@ class _Workspace:
         phases: the counters of all phases, which begin with zeros.
     """
 
-    def __init__(
-        self,
-        kernels: Any,
-        sizes: DecoderSizes,
-        num_phases: int,
-        by_digits: bool,
-        num_tokens: int,
-        num_threads: int,
-    ) -> None:
+    def __init__(self, kernels: Any, weights: Weights, num_tokens: int, num_threads: int) -> None:
         self.num_tokens, self.num_threads = num_tokens, num_threads
-        scratch = kernels.scratch_size(num_tokens, sizes.hidden, *sizes[5:])
-        of_words = {word: 4 * num_tokens * size for word, size in sizes.memory if word not in _OWN}
+        sizes, memory = weights.sizes, weights.memory.items()
+        scratch = kernels.scratch_size(num_tokens, **sizes)
+        of_words = {word: 4 * num_tokens * size for word, size in memory if word not in _OWN}
         # The same for all: what lies between is never touched, so it takes no memory.
         to_digits = 0
-        if by_digits:
-            apart = words.DIGITS_APART * num_tokens * max(sizes.num_chosen, 1)
+        if weights.by_digits:
+            apart = words.DIGITS_APART * num_tokens * max(sizes["num_chosen"], 1)
             to_digits = -(-max(of_words.values()) // 64) * 64
             of_words |= {
                 each: to_digits + of_words[each] + apart for each in WITH_DIGITS & {*of_words}
             }
-        of_words[words.BETWEEN] = 4 * num_tokens * sizes.between
-        of_words |= {words.PHASES: 256 * num_phases, words.SCRATCH: scratch * num_threads}
+        of_words |= {words.PHASES: 128 * weights.num_phases, words.SCRATCH: scratch * num_threads}
         # torch aligns memory to cache lines, so two threads never write to one line.
         self._memory = {
             word: torch.empty(num, dtype=torch.uint8, device="cpu")

@@ -16,12 +16,12 @@ from lade.forward.blocks import Blocks
 from lade.forward.workers import Run, most_threads, run_job
 
 MOST_TOKENS = 128  # of one job; a longer prompt runs as several
-#: Formats of numbers, as kernels count them.
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+#: GGML's numbers of formats that are no blocks.
+FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 _TENSORS = (Tensor, nn.Parameter, Blocks)
 _MOST_ROWS = 64  # of a job: the second cache holds the inputs of so many rows
 # Two phases, digits and products, and the counters of each.
-_Job = ctypes.c_int64 * (words.JOB_SIZE + 2 * (words.ROW_SIZE + 32))
+_Job = ctypes.c_int64 * (words.JOB_SIZE + 2 * (words.ROW_SIZE + 16))
 
 
 class Products:
@@ -40,7 +40,7 @@ class Products:
         inputs: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        packed: tuple[int, int, bool] | None = None,
+        packed: tuple[int, bool] | None = None,
     ) -> Tensor:
         """Return what `torch.nn.functional.linear` returns, up to rounding.
 
@@ -48,15 +48,15 @@ class Products:
             inputs: float32 [..., K].
             weight: float32 [N, K], or uint8 [N, bytes of a row].
             bias: float32 [N], or None.
-            packed: the words PACKED and HALF of a weight of uint8 blocks, and whether it is
-                multiplied by digits.
+            packed: the word PACKED of a weight of uint8 blocks, and whether it is multiplied by
+                digits.
         """
         num_columns, num_inputs = len(weight), inputs.shape[-1]
         num_rows, given = inputs.numel() // num_inputs, inputs.contiguous()
         results = inputs.new_empty((*inputs.shape[:-1], num_columns))
         most, num_threads = min(num_rows, _MOST_ROWS), most_threads()
         size = self._kernels.scratch_size(most)
-        by_digits = packed is not None and packed[2]
+        by_digits = packed is not None and packed[1]
         of_digits = (4 * num_inputs + words.DIGITS_APART) * most if by_digits else 0
         memory = inputs.new_empty(size * num_threads + of_digits, dtype=torch.uint8)
         for start in range(0, num_rows, most):
@@ -78,13 +78,13 @@ class Products:
                 job[row + words.RUN] = self._kernels.run_digits().address
                 job[row + words.NUM_GIVEN] = num_inputs
                 row += words.ROW_SIZE
+            job[row + words.NUM_PRODUCTS] = 1
             job[row + words.GIVEN], job[row + words.NUM_GIVEN] = words.NORMED, num_inputs
             job[row + words.TARGET], job[row + words.NUM_MADE] = words.LOGITS, num_columns
             job[row + words.WEIGHT], job[row + words.NUM_COLUMNS] = weight.data_ptr(), num_columns
             job[row + words.BIAS] = 0 if bias is None else bias.data_ptr()
             if packed is not None:
-                job[row + words.PACKED], job[row + words.HALF] = packed[:2]
-                job[row + words.ROW_BYTES] = weight.shape[1]
+                job[row + words.PACKED], job[row + words.ROW_BYTES] = packed[0], weight.shape[1]
             self._run(self._kernels.run_forward().address, address, num_threads)
         return results
 

@@ -19,10 +19,8 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from lade.forward import words
-from lade.forward.linear import Products, is_plain, kernels
+from lade.forward.linear import FORMATS, Products, is_plain, kernels
 
-_F32, _F16, _BF16 = 0, 1, 30
-_FORMATS = {torch.float32: _F32, torch.float16: _F16, torch.bfloat16: _BF16}
 _NUM_CHECKED = 2**18  # numbers that are unpacked in both ways when a format is first used
 _TOLERANCE = 2**-16  # of the largest result
 _NUM_UNPACKED = 2**20  # numbers that are unpacked at once: little memory
@@ -37,7 +35,7 @@ class _Packed(nn.Module):
     @property
     def ggml_type(self) -> int:
         """GGML's number of the weight's format."""
-        return _FORMATS.get(self.weight.dtype, self._blocks_type)
+        return FORMATS.get(self.weight.dtype, self._blocks_type)
 
     @property
     def blocks(self) -> Tensor:
@@ -60,8 +58,6 @@ class PackedLinear(_Packed, nn.Linear):
         ggml_type: GGML's number of the format, one of `words.BLOCKS`.
         in_features: numbers of a row, whole blocks.
         bias: float32 [out_features].
-        half: rows of half a head if the rows of its two halves alternate, as in GGUF files of
-            Llama; else 0.
     """
 
     def __init__(
@@ -70,12 +66,10 @@ class PackedLinear(_Packed, nn.Linear):
         ggml_type: int,
         in_features: int,
         bias: nn.Parameter | None = None,
-        half: int = 0,
     ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, len(weight)
-        self._blocks_type, self.half_head = ggml_type, half
-        self.weight = weight
+        self._blocks_type, self.weight = ggml_type, weight
         self.register_parameter("bias", bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -85,7 +79,7 @@ class PackedLinear(_Packed, nn.Linear):
             function = function_of(self.blocks, self.ggml_type)
         if function is None or products is None:
             return self._by_torch(inputs)
-        packed = function.address, self.half_head, function.by_digits
+        packed = function.address, function.by_digits
         return products.product(inputs.float(), self.blocks, self.bias, packed).to(inputs.dtype)
 
     def _by_torch(self, inputs: Tensor) -> Tensor:
@@ -95,11 +89,6 @@ class PackedLinear(_Packed, nn.Linear):
         parts, blocks = [], self.blocks
         for start in range(0, self.out_features, step):
             packed = blocks[start : start + step]
-            if half := self.half_head:  # first a row of the first half, then one of the second
-                rows = start + torch.arange(len(packed), dtype=torch.int64, device=packed.device)
-                head, within = rows // (2 * half), rows % (2 * half)
-                rows = 2 * (head * half + within % half) + within // half
-                packed = self.weight.index_select(0, rows)
             parts.append(functional.linear(wide, unpacked(packed, self.ggml_type)))
         results = torch.cat(parts, dim=-1)
         return (results if self.bias is None else results + self.bias).to(inputs.dtype)
@@ -190,7 +179,7 @@ class PackedStack:
     @property
     def ggml_types(self) -> list[int]:
         """GGML's number of the format of each part."""
-        return [_FORMATS[self.parts[0].dtype]] if self.is_one else self._formats
+        return [FORMATS[self.parts[0].dtype]] if self.is_one else self._formats
 
     def numel(self) -> int:
         """Return how many numbers there are."""
@@ -210,7 +199,7 @@ def formats_of(model: nn.Module) -> list[str]:
 
 def unpacked(weight: Tensor, format_: int) -> Tensor:
     """Return packed rows as float32 [rows, numbers of a row]."""
-    if format_ == _F32:
+    if format_ == FORMATS[torch.float32]:
         return weight.view(torch.float32)
     if weight.is_floating_point():
         return weight.float()
@@ -221,7 +210,7 @@ def unpacked(weight: Tensor, format_: int) -> Tensor:
 
 def _by_reference(weight: Tensor, format_: int) -> Tensor:
     """Return packed rows dequantized by GGML's own package; torch knows numbers of 16 bits."""
-    for dtype, number in _FORMATS.items():
+    for dtype, number in FORMATS.items():
         if number == format_:
             return weight.contiguous().view(dtype).float()
     from gguf import GGMLQuantizationType, dequantize
@@ -279,7 +268,8 @@ def function_of(weight: Tensor, format_: int, *, by_digits: bool = True) -> Func
 
 def _compiled(weight: Tensor, format_: int, by_digits: bool) -> Function | None:
     products = _products()
-    if products is None or format_ == _F32:  # which has no blocks, so rows of any length
+    is_float = format_ == FORMATS[torch.float32]  # it has no blocks, so rows of any length
+    if products is None or is_float:
         return None
     from lade.forward import _digits, _packed
 
@@ -298,7 +288,7 @@ def _compiled(weight: Tensor, format_: int, by_digits: bool) -> Function | None:
     given = given.sin().view(9, per_row)
     exact = given.double() @ theirs.double().T
     for num in (1, 4, 9) if bool(exact.isfinite().all()) else ():
-        results = products.product(given[:num], rows, None, (function.address, 0, by_digits))
+        results = products.product(given[:num], rows, None, (function.address, by_digits))
         apart = (results.double() - exact[:num]).abs().max()
         is_right = is_right and float(apart) <= _TOLERANCE * float(exact.abs().max())
     return function if is_right else None

@@ -452,13 +452,6 @@ class Columns(NamedTuple):
     is_copy: bool
 
 
-class Element(NamedTuple):
-    """What makes one number."""
-
-    text: str  # with indices of each value after its first one
-    indices: dict[Value, int]  # the first of each value
-
-
 class _Leaf(NamedTuple):
     name: str
     table: Table | None  # None for a single number
@@ -561,23 +554,6 @@ class Writer:
         head = f"def program(num, {', '.join([*names, 'out'])}):"
         text = f"{head}\n    for i in range(num):\n        out[i] = {made}\n"
         return Columns(text, tuple(inputs), tuple(constants), size, made == "a0[i]")
-
-    def elements(self, value: Value, table: Table) -> list[Element]:
-        """Return what makes some numbers of a value, one by one."""
-        found, names = [], {name: each for each, name in self._named.items()}
-        for place in table:
-            indices = dict[Value, int]()
-
-            def at(leaf: _Leaf, indices: dict[Value, int] = indices) -> str:
-                assert leaf.table is not None
-                index = int(leaf.table[0])
-                if leaf.name not in names:
-                    return f"{leaf.name}[{index}]"
-                return f"[{index - indices.setdefault(names[leaf.name], index)}]"
-
-            text = _text(self._tree(value, np.array([place])), at)
-            found.append(Element(text, indices))
-        return found
 
     def _uses(self) -> dict[Value, int]:
         """Return how often each value is read, if moves are read through; twice if by more."""

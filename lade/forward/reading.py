@@ -47,6 +47,7 @@ _HONOURED = {
 }
 _LINEARS = (nn.Linear, PackedLinear)
 _NOTHING = (nn.Dropout, nn.Identity)  # these change nothing when a text is generated
+_LATER = {words.KEPT_TOKENS: words.KEPT_ROWS}  # tokens of programs behind products of some
 # What becomes of columns to which others are added.
 _ADDED = re.compile(r"\((.+) \+ \(a(\d+)\[i\] \* F\(([-+.e\d]+)\)\)\)")
 
@@ -100,16 +101,7 @@ class RowsPlan(NamedTuple):
     text: str
     tables: tuple[tuple[int, ...], ...]
     num_scratch: int
-    places: tuple[tuple[Place, int], ...]  # of inputs and results, with their sizes
-    num_inputs: int
-    constants: tuple[Constant, ...]
-    sizes: tuple[int, ...]  # of these
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether the result is the only input."""
-        is_one = self.num_inputs == 1 and len({size for _, size in self.places}) == 1
-        return is_one and "        o0[i0] = a0[i0]\n    return" in self.text
+    places: tuple[tuple[Any, int], ...]  # of inputs, constants and results, with their sizes
 
 
 class ColumnsPlan(NamedTuple):
@@ -134,8 +126,7 @@ class ProductsPlan(NamedTuple):
     products: tuple[ProductPlan, ...]
     given: int  # word of the job, as the next
     target: int  # of the columns side by side, or of what becomes of them
-    columns: ColumnsPlan | None = None  # of the columns of each product, and of what is beside
-    beside: Place | None = None
+    columns: ColumnsPlan | None = None  # of the columns of each product
     tokens: int = words.EVERY_TOKEN
 
     @property
@@ -163,21 +154,12 @@ class ExpertsPlan(NamedTuple):
 
 
 class LatentsPlan(NamedTuple):
-    """How keys and values of all heads are made of a token's latent, and queries."""
+    """How keys and values of all heads are made of a token's latent."""
 
-    query: ProductPlan | None  # from normed columns of the layer's first product
     expand: ProductPlan
     straight: int  # numbers of a head's key that have no angles; all others are of all heads
     turned: int  # the others
     value: int  # numbers of a value
-    turn: RowsPlan  # of a key, and of the end of each query
-    of_row: int  # number of the place of what is turned
-    mixed: int  # columns of the layer's first products
-
-    def num_scratch(self) -> int:
-        """Return how many numbers a thread needs for a token."""
-        inputs = 0 if self.query is None else self.query.num_inputs
-        return max(inputs, self.straight + self.turned, self.expand.num_inputs + self.value)
 
 
 class MixingPlan(NamedTuple):
@@ -192,16 +174,6 @@ class MixingPlan(NamedTuple):
     convolution: nn.Conv1d | None = None  # alone, or before a recurrence
     recurrence: RecurrencePlan | None = None
 
-    @property
-    def row_of_queries(self) -> int:
-        """Numbers of a token's queries, then of its new keys and values."""
-        of, of_state = self.heads, self.recurrence
-        if of is None:
-            num, _, size, _ = (1, 1, self.attended, 1) if of_state is None else of_state.heads
-            return num * size
-        own = 0 if self.keys_of is not None or self.latents is not None else of.num_keys
-        return of.num * (of.size + of.more) + own * (of.size + of.size_of_value)
-
 
 class LayerPlan(NamedTuple):
     """A decoder layer."""
@@ -214,34 +186,12 @@ class LayerPlan(NamedTuple):
         """Return what mixes tokens."""
         return next(each for each in self.phases if type(each) is MixingPlan)
 
-    @property
-    def experts(self) -> ExpertsPlan | None:
-        """Return the experts, if it has some."""
-        return next((each for each in self.phases if type(each) is ExpertsPlan), None)
-
-
-class DecoderSizes(NamedTuple):
-    """Sizes of a plan, the largest of all layers."""
-
-    num_layers: int
-    hidden: int
-    vocab_size: int
-    reach: float  # tokens of the longest text that every layer sees whole
-    memory: tuple[tuple[int, int], ...]  # words of the job, and numbers of a token that lie there
-    num_experts: int
-    num_chosen: int  # of a token
-    head_size: int
-    between: int  # the factors of a phase's low-rank additions
-    taps: int  # tokens that a convolution sees
-    of_recurrence: int  # numbers that a thread needs for a recurrence
-    of_latents: int  # the same of attention to latents, for each token
-    of_rows: int  # the same of a program
-
 
 class DecoderPlan(NamedTuple):
     """How a decoder computes logits from token ids."""
 
-    sizes: DecoderSizes
+    hidden: int  # numbers of a token's states
+    reach: float  # tokens of the longest text that every layer sees whole
     kinds: tuple[str, ...]  # of masks, by layer
     spans: tuple[AttentionSpan | None, ...]  # by layer; None if it attends to nothing
     ahead: tuple[Any, ...]  # phases: the embedding, then what layers get besides states
@@ -256,23 +206,15 @@ class DecoderPlan(NamedTuple):
     def embeddings(self) -> list[nn.Module]:
         """Return the modules that the embedding calls."""
         places = (place for place, _ in self.ahead[0].before.places)
-        return [place.made.module for place in places if place.made is not None]
-
-
-class _Firsts(NamedTuple):
-    """The first products of a layer."""
-
-    given: Value
-    products: tuple[ProductPlan, ...]
-    places: dict[Value, Place]  # of what they give
+        return [x.made.module for x in places if type(x) is Place and x.made is not None]
 
 
 class _Part(NamedTuple):
-    """A part of a layer, between two programs of rows."""
+    """A large operation."""
 
-    given: Value
-    outs: dict[Value, Place]
-    phases: tuple[Any, ...]
+    given: dict[Value, Place]  # what it reads, and where a program writes that
+    outs: dict[Value, Place]  # what it gives, and where
+    plan: Any  # ProductsPlan, MixingPlan, ExpertsPlan
 
 
 class _Caching:
@@ -374,19 +316,8 @@ def _with_originals(value: Any, originals: dict[Any, Any]) -> Any:
 def products_of(plan: DecoderPlan) -> list[ProductPlan]:
     """Return the products of all layers."""
     lists = plan.ahead, *(layer.phases for layer in plan.layers), plan.last[:-1]
-    return [each for phases in lists for each in _products_in(phases)]
-
-
-def _products_in(phases: Iterable[Any]) -> Iterator[ProductPlan]:
-    for phase in phases:
-        yield from phase.products if type(phase) is ProductsPlan else ()
-
-
-def adapters_of(plan: DecoderPlan) -> Iterator[nn.Module]:
-    """Yield the modules that may be an adapter of a linear layer."""
-    for product in products_of(plan):
-        if product.around is not product.module:
-            yield product.around
+    phases = (each for phases in lists for each in phases if type(each) is ProductsPlan)
+    return [product for each in phases for product in each.products]
 
 
 class _Reader:
@@ -421,6 +352,7 @@ class _Reader:
         # What gives a value of positions, and its number among all that is given.
         self._called: dict[Value, tuple[CallPlan, int] | None] = {}
         self._now: dict[Value, Place] = {}  # what may be read of the layer now
+        self._left: dict[Value, nn.Module] = {}  # products of the layer that no part has
         # What products give, and what modules give of tokens and positions alone.
         self._products: dict[Value, nn.Module] = {}
         self._makers: dict[Value, list[tuple[nn.Module, Called, int]]] = {}
@@ -482,16 +414,11 @@ class _Reader:
             given: where other values lie that the program may read.
         """
         with self._knowing(given):
-            outputs = [value for value, _ in results]
-            source = Writer(self._rows, outputs, self._is_given).source()
-            places = [
-                (self._place_of(value), self._rows.layout(value).size) for value in source.inputs
-            ]
-        places += [(place, self._rows.layout(value).size) for value, place in results]
-        constants = tuple(map(self._constant_of, source.constants))
-        of_source = source.text, source.tables, source.num_scratch
-        sizes = tuple(each.tensor.numel() for each in source.constants)
-        return RowsPlan(*of_source, tuple(places), len(source.inputs), constants, sizes)
+            source = Writer(self._rows, [x for x, _ in results], self._is_given).source()
+            places: list[tuple[Value, Any]] = [(x, self._place_of(x)) for x in source.inputs]
+        places += [(value, self._constant_of(value)) for value in source.constants]
+        sized = [(place, self._rows.layout(value).size) for value, place in [*places, *results]]
+        return RowsPlan(source.text, source.tables, source.num_scratch, tuple(sized))
 
     def _place_of(self, value: Value) -> Place:
         if value in self._now:
@@ -564,8 +491,8 @@ class _Reader:
         last = *self._before_head(head, states), self._of_head(head)
         spans, kinds = self._spans, self._span_by(modules)
         reach = min(each.num_slots or math.inf for each in spans)
-        sizes = _sizes_of(layers, [*ahead, *last], states.shape[-1], head.out_features, reach)
-        return DecoderPlan(sizes, (), kinds, ahead, tuple(layers), last, head, modules)
+        of_layers = kinds, ahead, tuple(layers), last, head, modules
+        return DecoderPlan(states.shape[-1], reach, (), *of_layers)
 
     def _span_by(self, modules: Sequence[nn.Module]) -> tuple[AttentionSpan | None, ...]:
         pairs = zip(self._attended, self._spans, strict=True)
@@ -578,30 +505,15 @@ class _Reader:
         require(is_in_order, "tokens are in another order than in the text")
 
     def _before_head(self, head: nn.Module, states: Value) -> tuple[Any, ...]:
-        """Return the phases between the last states and the head: rows, maybe a product."""
-        given, of_states = self._value_given(head), {states: Place(words.STATES)}
-        self._now = of_states
-        _, found = slice_of(self._rows, [given], self._is_given)
+        """Return the phases between the last states and the head: rows, maybe products."""
+        given, known = self._value_given(head), {states: Place(words.STATES)}
+        self._now, self._left = known, self._products
         self._require_in_order(given)
-        made = [each for each in found if each in self._products]
-        if not made:
-            is_whole = self._rows.layout(given).size == states.shape[-1]
-            require(is_whole, "its head gets other states than its layers give")
-            program = self._program([(given, Place(words.NORMED))], of_states)
-            return (RowsStep(program, tokens=words.KEPT_TOKENS),)
-        linear: Any = self._products[made[0]]
-        is_one = len(made) == 1 and type(linear) in _LINEARS
-        require(is_one, "several products precede its head")
-        before = self._program([(self._value_given(linear), Place(words.NORMED))], of_states)
-        self._now = {}
-        places = {made[0]: Place(words.ADDED)}
-        after = self._program([(given, Place(words.NORMED))], places)
-        of_linear = (self._product(linear),), words.NORMED, words.ADDED
-        return (
-            RowsStep(before, tokens=words.KEPT_TOKENS),
-            ProductsPlan(*of_linear, tokens=words.KEPT_TOKENS),
-            RowsStep(after, tokens=words.KEPT_ROWS),
-        )
+        parts = [*self._in_products(self._needed([given]))]
+        ends = {given: Place(words.NORMED)}
+        phases, program = self._chained(parts, known, ends, words.KEPT_TOKENS)
+        tokens = words.KEPT_ROWS if parts else words.KEPT_TOKENS
+        return *phases, RowsStep(program, tokens=tokens)
 
     def _of_head(self, head: nn.Module) -> ProductsPlan:
         made, logits = self._value_made(head), self._trace.value(self._logits)
@@ -617,8 +529,8 @@ class _Reader:
         """Return what makes the first states of tokens and positions."""
         self._now = {}
         program = self._program([(states, Place(words.STATES))], {})
-        calls = [place.made for place, _ in program.places if place.made is not None]
-        is_known = any(words.TOKENS_GIVEN in (*x.args, *x.kwargs.values()) for x in calls)
+        calls = [getattr(place, "made", None) for place, _ in program.places]
+        is_known = any(words.TOKENS_GIVEN in (*x.args, *x.kwargs.values()) for x in calls if x)
         require(is_known, "its first layer does not get what an embedding gives")
         return RowsStep(program)
 
@@ -634,19 +546,17 @@ class _Reader:
         if any(len(each) != 2 for each in given):  # states come first
             return ()
         results = [each[1] for each in given]
-        self._now = {states: Place(0)}
-        _, found = slice_of(self._rows, results, self._is_given)
-        made = [each for each in found if each in self._products]
-        is_known = len(made) == 1 and all(x in made or self._call_for(x) for x in found)
-        if not is_known or self._value_given(self._products[made[0]]) is not states:
-            return ()
-        product, size = self._product(self._products[made[0]]), self._rows.layout(results[0]).size
-        of_all = size * len(results)
-        ends = [Place(words.INPUTS, size * each, of_all) for each in range(len(results))]
-        pairs = [*zip(results, ends, strict=True)]
-        rows = self._program(pairs, {made[0]: Place(words.MIXED)})
-        self._given = dict(zip(modules, pairs, strict=True))
-        return ProductsPlan((product,), words.STATES, words.MIXED), RowsStep(None, rows)
+        self._now = known = {states: Place(words.STATES)}
+        self._left = self._products
+        with suppress(UnsupportedForwardError):
+            made = self._needed(results)
+            size = self._rows.layout(results[0]).size
+            ends = [Place(words.INPUTS, size * i, size * len(results)) for i in range(len(results))]
+            pairs = [*zip(results, ends, strict=True)]
+            phases, rows = self._chained([*self._in_products(made)], known, dict(pairs))
+            self._given = dict(zip(modules, pairs, strict=True)) if made else {}
+            return (*phases, RowsStep(None, rows)) if made else ()
+        return ()
 
     # --- a layer ----------------------------------------------------------------------------------
 
@@ -658,73 +568,84 @@ class _Reader:
         is_same = got is states or torch.equal(got.tensor, states.tensor)
         require(is_same, "a layer does not get what the one before it gives")
         self._rows.give(got, 1)
-        result = self._value_made(layer)
-        self._now = {got: Place(words.STATES)}
-        modules = {*layer.modules()}
-        self._inside = [each for each in self._products.values() if each in modules]
-        if attended is not None:
-            mixing = self._latent(attended) or self._attending(attended)
-        else:
-            mixing = self._convolved(layer)
-        taken = {each.around for each in _products_in(mixing.phases)}
-        for each in (phase.latents for phase in mixing.phases if type(phase) is MixingPlan):
-            taken |= {x.module for x in (each.expand, each.query) if x} if each else set()
-        rest: list[Any] = [each for each in self._inside if each not in taken]
-        num = len(rest) - 2 * (layer in self._given)
-        parts = [mixing, self._mlp(layer, rest[:num])]
+        result, modules = self._value_made(layer), {*layer.modules()}
+        known = {got: Place(words.STATES)}
         if layer in self._given:
-            parts.append(self._dense(rest[num:], *self._given[layer]))
-        *rows, at_end = self._chained(parts, got, result)
-        phases = [
-            phase
-            for number, (program, part) in enumerate(zip(rows, parts, strict=True))
-            for phase in (*[RowsStep(program)] * (number == 0 or bool(program)), *part.phases)
-        ]
+            value, known[value] = self._given[layer]
+            self._rows.give(value, 1)
+        self._now = known
+        self._left = {made: each for made, each in self._products.items() if each in modules}
+        if attended is None:
+            parts = self._convolved(layer)
+        else:
+            parts = self._latent(attended) or self._attending(attended)
+        experts = self._experts(layer)
+        parts += [*self._in_products([*self._left], fuses=True), *experts]
+        phases, at_end = self._chained(parts, known, {result: Place(words.STATES)})
         self._require_in_order(result)
         self._rows.give(result, 1)
-        return LayerPlan(tuple(phases), at_end), result
+        return LayerPlan(phases, at_end), result
 
     def _chained(
-        self, parts: Sequence[_Part], states: Value, result: Value
-    ) -> list[RowsPlan | None]:
-        """Return the programs before each part of a layer and at its end.
+        self,
+        parts: Sequence[_Part],
+        known: dict[Value, Place],
+        ends: dict[Value, Place],
+        tokens: int = words.EVERY_TOKEN,
+    ) -> tuple[tuple[Any, ...], RowsPlan | None]:
+        """Return the phases of parts, with a program before each, and the program behind them.
 
-        A part gets what its program gives, and adds nothing; its results lie where the part says
-        until the next program has run. What later programs need as well is kept.
+        What a part gives is read where it lies, until another part writes there. Then, and if a
+        program has made it, it is kept for later programs.
+
+        Args:
+            parts: in their order.
+            known: what lies there all the time.
+            ends: what the last program writes.
+            tokens: for which the first program runs.
         """
-        ends = [*(part.given for part in parts), result]
-        made: dict[Value, int] = {}  # by which program each value is known
-        needs: list[list[Value]] = []  # what each program reads
-        known = {states: Place(words.STATES)}
-        for number, end in enumerate(ends):
-            with self._knowing(known):
-                order, found = slice_of(self._rows, [end], self._is_given)
+        wanted, reads, lying = list[dict[Value, Place]](), list[int](), dict[int, Value]()
+        for given, outs, plan in parts:
+            word, places = words.NORMED, given
+            if type(plan) is ProductsPlan:
+                (value,) = given
+                there = [each for each, other in lying.items() if other is value]
+                word, places = (there[0], {}) if there else (words.NORMED, given)
+                lying[word] = value
+            whole = words.ATTENDED, words.INNER
+            lying |= {place.word: out for out, place in outs.items() if place.word in whole}
+            wanted.append(places)
+            reads.append(word)
+        wanted.append(ends)
+        # The first program that knows a value, and the last one that reads it where it is made.
+        made, last = dict[Value, int](), dict[Value, int]()
+        needs = list[list[Value]]()  # what each program reads
+        for number, places in enumerate(wanted):
+            with self._knowing(dict.fromkeys(made, Place(0))):
+                order, found = slice_of(self._rows, [*places], self._is_given)
             needs.append(found)
             for value in order:
-                if value.tensor.dtype is torch.float32 and not self._rows.layout(value).is_shared:
-                    known[value] = Place(0)
-                    made.setdefault(value, number)
-            for out in parts[number].outs if number < len(parts) else ():
-                known[out] = Place(0)
-                made[out] = number + 1
-        kept = [
-            value
-            for value, number in made.items()
-            if any(value in need for need in needs[number + 1 :])
-        ]
-        places = self._side_by_side(words.SAVED, kept)
-        programs: list[RowsPlan | None] = []
-        for number, end in enumerate(ends):
-            readable = {states: Place(words.STATES)}
-            readable |= {x: place for x, place in places.items() if made[x] < number}
-            if number > 0:
-                readable |= parts[number - 1].outs
-            is_last = number == len(parts)
-            results = [(x, place) for x, place in places.items() if made[x] == number]
-            if is_last or number == 0 or end is not ends[number - 1]:
-                results.append((end, Place(words.STATES if is_last else words.NORMED)))
-            programs.append(self._program(results, readable) if results else None)
-        return programs
+                is_float, meaning = value.tensor.dtype is torch.float32, self._rows.meaning(value)
+                if is_float and not (meaning.layout.is_shared or meaning.is_copied):
+                    made[value] = last[value] = number
+            for out, place in parts[number].outs.items() if number < len(parts) else ():
+                later = range(number + 1, len(parts))
+                over = (x for x in later if place.word in {y.word for y in parts[x].outs.values()})
+                made[out], last[out] = number + 1, next(over, len(parts))
+        kept = [x for x, end in last.items() if any(x in need for need in needs[end + 1 :])]
+        saved, readable = self._side_by_side(words.SAVED, kept), {**known}
+        phases, program = list[Any](), None
+        for number, places in enumerate(wanted):
+            now = {x: place for x, place in saved.items() if made[x] < number}
+            now |= {x: place for x, place in readable.items() if last.get(x, number) >= number}
+            results = [(x, place) for x, place in saved.items() if made[x] == number]
+            results += places.items()
+            program = self._program(results, now) if results else None
+            if number < len(parts):
+                plan, is_first = parts[number].plan, number == 0
+                phases += _with_program(program, plan, reads[number], tokens, is_first)
+                readable |= parts[number].outs
+        return tuple(phases), program
 
     def _side_by_side(self, word: int, values: Iterable[Value]) -> dict[Value, Place]:
         """Return the places of values in one row."""
@@ -733,7 +654,60 @@ class _Reader:
         step = sum(sizes.values())
         return {each: Place(word, first, step) for each, first in zip(sizes, firsts, strict=False)}
 
-    def _attending(self, attended: Attended) -> _Part:
+    def _needed(self, values: Iterable[Value]) -> list[Value]:
+        """Return the products of which values are made, also of others', in the order of calls."""
+        found, todo = set[Value](), [*values]
+        while todo:
+            _, ends = slice_of(self._rows, [todo.pop()], self._is_given)
+            new = {each for each in ends if each in self._left} - found
+            found |= new
+            todo += [self._value_given(self._left[each]) for each in new]
+        return [each for each in self._left if each in found]
+
+    def _origin(self, value: Value) -> Value:
+        """Return what a value has all numbers of, in the same order; itself if of nothing."""
+        every = np.arange(self._rows.layout(value).size)
+        origin, places = self._rows.narrowed(value, every)
+        is_whole = self._rows.layout(origin).size == len(every) and np.array_equal(places, every)
+        return origin if is_whole else value
+
+    def _in_products(self, values: Sequence[Value], *, fuses: bool = False) -> Iterator[_Part]:
+        """Yield the parts that give products, in the order of calls, those of equal inputs as one.
+
+        Args:
+            values: the products, which are taken from those that are left.
+            fuses: whether what becomes of their columns one by one is made with them.
+        """
+        self._left = {each: module for each, module in self._left.items() if each not in values}
+        modules = {each: self._products[each] for each in values}
+        givens = {each: self._origin(self._value_given(x)) for each, x in modules.items()}
+        while givens:
+            given = next(iter(givens.values()))
+            alike = [each for each, other in givens.items() if other is given]
+            alike = alike[: words.MOST_PRODUCTS]
+            givens = {each: other for each, other in givens.items() if each not in alike}
+            made = tuple(self._product(modules[each]) for each in alike)
+            plan, outs = ProductsPlan(made, words.NORMED, words.MIXED), {}
+            for taken in [*givens.values()][:1] if fuses else ():
+                with suppress(UnsupportedForwardError):
+                    plan, outs = self._fused(alike, taken), {taken: Place(words.INNER)}
+            outs = outs or self._side_by_side(words.MIXED, alike)
+            yield _Part({given: Place(words.NORMED)}, outs, plan)
+
+    def _fused(self, made: Sequence[Value], taken: Value) -> ProductsPlan:
+        """Return the products of which each number of a value is made by itself."""
+        columns = self._columns(taken)
+        inputs = [each for each, *_ in columns.inputs]
+        is_known = {*inputs} == {*made} and len(inputs) <= 2 and not columns.is_copy
+        require(is_known, "it is not made column by column")
+        products = tuple(
+            self._product(self._products[each], first, columns.size)
+            for each, first, _ in columns.inputs
+        )
+        of_columns = words.NORMED, words.INNER, self._columns_plan(columns)
+        return ProductsPlan(products, *of_columns)
+
+    def _attending(self, attended: Attended) -> list[_Part]:
         """Return the attention of a layer."""
         (_, num, _, size), (_, num_keys, _, of_value) = attended.query.shape, attended.value.shape
         query, key, value, result = attended[1:5]
@@ -741,105 +715,41 @@ class _Reader:
         keys_of = self._keys.setdefault(key, self._number)
         is_shared = keys_of < self._number
         wanted = [query] if is_shared else [query, key, value]
-        _, found = slice_of(self._rows, wanted, self._is_given)
-        mixing = [each for each in found if each in self._products]
         is_of_heads = all(
             self._rows.layout(each) is self._rows.of_tokens(each.shape, 2) for each in wanted
         )
         require(is_of_heads, "attention gets tokens in another order")
-        out, beside = self._behind(result)
-        mixing += [each for each in beside if each in self._products and each not in mixing]
-        mixing.sort(key=[*self._products].index)
-        firsts = self._firsts(mixing)
         if not is_shared:
             self._require_cached(attended.module, key.tensor, value.tensor)
         plan = MixingPlan(
             num * of_value,
-            self._program([*self._side_by_side(words.QUERIES, wanted).items()], firsts.places),
-            HeadsPlan(num, num_keys, size, of_value),
-            *(_settings_of(attended, self._implementation), keys_of if is_shared else None),
+            heads=HeadsPlan(num, num_keys, size, of_value),
+            settings=_settings_of(attended, self._implementation),
+            keys_of=keys_of if is_shared else None,
         )
-        return self._mixed(firsts, plan, result, out)
+        return self._mixing(self._side_by_side(words.QUERIES, wanted), result, plan)
 
-    def _firsts(self, values: Sequence[Value]) -> _Firsts:
-        """Return the products that give some values, of the same states."""
-        modules = [self._products[each] for each in values]
-        givens = {*map(self._value_given, modules)}
-        is_known = len(givens) == 1 and len(modules) <= 4
-        require(is_known, "its projections are of different states, or of other sizes")
-        places = self._side_by_side(words.MIXED, values)
-        return _Firsts(givens.pop(), tuple(map(self._product, modules)), places)
+    def _mixing(self, given: dict[Value, Place], result: Value, plan: MixingPlan) -> list[_Part]:
+        """Return what mixes tokens, behind the products that it needs, or that join its result."""
 
-    def _mixed(
-        self,
-        firsts: _Firsts,
-        plan: MixingPlan,
-        result: Value,
-        out: nn.Module,
-        before: RowsPlan | None = None,
-    ) -> _Part:
-        """Return the part of a layer that mixes tokens, between products; see `_behind`."""
-        taken, word, between = self._value_given(out), words.ATTENDED, tuple[RowsStep, ...]()
-        with_result = {**firsts.places, result: Place(words.ATTENDED)}
-        program = self._program([(taken, Place(words.QUERIES))], with_result)
-        if not program.is_copy:
-            word, between = words.QUERIES, (RowsStep(program),)
-        asking = ProductsPlan(firsts.products, words.NORMED, words.MIXED)
-        rows = [RowsStep(None, before)] if before else []
-        last = ProductsPlan((self._product(out),), word, words.ADDED)
-        phases = asking, *rows, plan, *between, last
-        return _Part(firsts.given, _added(self._value_made(out)), phases)
+        def found(module: nn.Module) -> list[Value]:
+            with suppress(UnsupportedForwardError):
+                return slice_of(self._rows, [self._value_given(module)], self._is_given)[1]
+            return []
 
-    def _behind(self, result: Value) -> tuple[nn.Module, list[Value]]:
-        """Return the product that gets attention's result, and what else comes before it."""
         with self._knowing({result: Place(words.ATTENDED)}):
-            for module in self._inside:
-                with suppress(UnsupportedForwardError):
-                    _, found = slice_of(self._rows, [self._value_given(module)], self._is_given)
-                    if result in found:
-                        return module, [each for each in found if each is not result]
-        raise UnsupportedForwardError("no product gets the result of attention")
+            behind = next((x for x in map(found, self._left.values()) if result in x), [])
+            require(bool(behind), "no product gets the result of attention")
+            values = self._needed([*given, *behind])
+        outs = {result: Place(words.ATTENDED)}
+        return [*self._in_products(values), _Part(given, outs, plan)]
 
-    def _dense(
-        self, products: Sequence[nn.Module], beside: Value | None = None, place: Place | None = None
-    ) -> _Part:
-        """Return an MLP: gate and up, and what becomes of their columns, and down.
-
-        Instead of up there may be what layers get besides states, and where it lies.
-        """
-        require(len(products) in (2, 3), f"a layer has {len(products)} linear layers for its MLP")
-        *firsts, down = products
-        if beside is not None and place is not None:
-            self._now[beside] = place
-            self._rows.give(beside, 1)
-        columns = self._columns(self._value_given(down))
-        made = {self._value_made(each): each for each in firsts}
-        inputs = tuple(
-            self._product(made[each], first, columns.size)
-            for each, first, _ in columns.inputs
-            if each in made
-        )
-        givens = {self._value_given(each) for each in firsts}
-        others = [each for each, *_ in columns.inputs if each not in made]
-        is_known = (
-            len(givens) == 1
-            and len(columns.inputs) in (1, 2)
-            and columns.inputs[0][0] in made
-            and others == ([] if beside is None else [beside])
-            and {x.module for x in inputs} >= {self._product(x).module for x in firsts}
-        )
-        require(is_known, "its MLP is not made of products of the same states")
-        of_firsts = inputs, words.NORMED, words.INNER, self._columns_plan(columns), place
-        last = ProductsPlan((self._product(down),), words.INNER, words.ADDED)
-        outs = _added(self._value_made(down))
-        return _Part(givens.pop(), outs, (ProductsPlan(*of_firsts), last))
-
-    def _mlp(self, layer: nn.Module, products: list[nn.Module]) -> _Part:
-        """Return the MLP of a layer, or its experts and the shared expert."""
+    def _experts(self, layer: nn.Module) -> list[_Part]:
+        """Return the experts of a layer, behind what chooses them; nothing if it has none."""
         module = experts_in(layer, self._calls)
         if module is None:
-            return self._dense(products)
-        given, out = self._value_given(self._parents[module]), self._value_made(module)
+            return []
+        out = self._value_made(module)
         call, *others = self._calls[module]
         chosen = [each for each in call.given if each.tensor.dtype is torch.int64]
         is_known = not others and (len(call.given), len(chosen)) == (3, 1)
@@ -847,30 +757,25 @@ class _Reader:
         states, shares = (each for each in call.given if each not in chosen)
         self._rows.follow(out, states)
         scores, router, taken = self._scores([*chosen, shares])
-        results = [(chosen[0], Place(words.CHOSEN)), (shares, Place(words.SHARES))]
         inside = {*module.modules(), router}
-        shared = [each for each in products if each not in inside]
-        gates: list[Any] = [each for each in shared if getattr(each, "out_features", 0) == 1]
+        left: dict[Value, Any] = {x: y for x, y in self._left.items() if y not in inside}
+        gates = [x for x, each in left.items() if getattr(each, "out_features", 0) == 1]
         require(len(gates) < 2, "a layer has several gates of shared experts")
-        num = scores.shape[-1]
+        self._left = {x: each for x, each in left.items() if x not in gates}
+        num, of_gates = scores.shape[-1], [left[each] for each in gates]
+        given, *more = {*map(self._origin, [states, taken, *map(self._value_given, of_gates)])}
+        require(not more, "experts, their router and what is shared get different states")
         places = [Place(words.SCORES, first, num + len(gates)) for first in (0, num)]
-        choose = self._program(results, {scores: places[0]})
-        outs, phases = {out: Place(words.RESULT)}, list[Any]()
-        beside = [states, taken, *map(self._value_given, gates)]
-        if shared:
-            dense = self._dense([x for x in shared if x not in gates])
-            outs |= dense.outs
-            beside.append(dense.given)
-            phases += dense.phases
-        asked = [ProductPlan(router, 0, num, taken.shape[-1], router), *map(self._product, gates)]
-        outs |= {self._value_made(gate): places[1] for gate in gates}
-        rows = given.tensor.flatten(0, -2)
-        is_same = all(torch.equal(each.tensor.flatten(0, -2), rows) for each in beside)
-        require(is_same, "experts, their router and what is shared get different states")
+        asked = ProductPlan(router, 0, num, taken.shape[-1], router), *map(self._product, of_gates)
+        scoring = ProductsPlan(tuple(asked), words.NORMED, words.SCORES)
         routed = [each.tensor for each in (states, *chosen, shares)]
         experts = ExpertsPlan(read_experts(module, call, *routed), num, shares.shape[-1])
-        scoring = ProductsPlan(tuple(asked), words.NORMED, words.SCORES)
-        return _Part(given, outs, (*phases, scoring, RowsStep(None, choose), experts))
+        results = {chosen[0]: Place(words.CHOSEN), shares: Place(words.SHARES)}
+        outs = {scores: places[0], **dict.fromkeys(gates, places[1])}
+        return [
+            _Part({given: Place(words.NORMED)}, outs, scoring),
+            _Part(results, {out: Place(words.RESULT)}, experts),
+        ]
 
     def _scores(self, chosen: Sequence[Value]) -> tuple[Value, nn.Module, Value]:
         """Return the product that scores experts, its module, and the input of that module."""
@@ -890,8 +795,8 @@ class _Reader:
         require(is_near(found[0].tensor, wanted), "its router is no linear layer")
         return found[0], router, taken
 
-    def _latent(self, attended: Attended) -> _Part | None:
-        """Return attention to latents; None for another attention.
+    def _latent(self, attended: Attended) -> list[_Part]:
+        """Return attention to latents; nothing for another attention.
 
         One product makes values and the first numbers of keys, head by head.
         """
@@ -900,76 +805,34 @@ class _Reader:
         made, of_values = self._rows.narrowed(value, np.arange(num_heads * num_value))
         straight, heads = int(of_values[0]), np.arange(num_heads)[:, None]
         if not 0 < straight < size or made not in self._products:
-            return None
+            return []
         whole = heads * (straight + num_value) + np.arange(straight + num_value)
         places_of_keys = (heads * size + np.arange(straight)).reshape(-1)
         with_keys, of_keys = self._rows.narrowed(key, places_of_keys)
         is_one = with_keys is made and np.array_equal(whole[:, straight:].reshape(-1), of_values)
         if not is_one or not np.array_equal(whole[:, :straight].reshape(-1), of_keys):
-            return None
-        expand: Any = self._products[made]
-        latent = self._value_given(expand)
-        turned, rank = size - straight, latent.shape[-1]
+            return []
+        expand: Any = self._left.pop(made)
+        require(type(expand) in _LINEARS, "its latents have adapters")
         self._rows.give(result, 1)
-        _, found = slice_of(self._rows, [latent, query, key], self._is_given)
-        mixing = {each for each in found if each in self._products} - {made}
-        (out, beside), reason = self._behind(result), "its latents and queries are not known"
-        require(len(mixing) == 2 and not beside, reason)
-        is_of_latent = slice_of(self._rows, [latent], self._is_given)[1]
-        into = next(each for each in mixing if each in is_of_latent)
-        (asking,) = mixing - {into}
-        # What makes queries may get a norm of what another product gives of the states.
-        first, second, taken = asking, None, self._value_given(self._products[asking])
-        given = self._value_given(self._products[into])
-        if taken is not given:
-            before = [
-                x for x in slice_of(self._rows, [taken], self._is_given)[1] if x in self._products
-            ]
-            require(len(before) == 1, reason)
-            second, first = self._product(self._products[asking]), before[0]
-        firsts = self._firsts((first, into))
-        row = num_heads * (rank + turned)
-        results = [(latent, Place(words.QUERIES, 0, row))]
-        if second is not None:
-            results.append((taken, Place(words.NORMED)))
-        program = self._program(results, firsts.places)
-        # The end of a key, and of each query, are turned alike; the rest is what products give.
-        writer = Writer(self._rows, [key, query], self._is_given)
-        end = np.arange(straight, size)
-        shared, of_shared = self._rows.narrowed(key, end)
-        require(np.array_equal(of_shared, np.arange(turned)), reason)
-        for head in {0, num_heads - 1}:
-            mine = writer.elements(query, end + size * head)
-            theirs = writer.elements(key, end + size * head)
-            pairs = zip(mine, theirs, strict=True)
-            is_alike = all(
-                each.text == other.text
-                and each.indices.get(asking, -1) - size * head - straight
-                == other.indices.get(into, -1) - rank
-                for each, other in pairs
-            )
-            require(is_alike, "queries and keys are turned in different ways")
-            kept = writer.elements(query, np.arange(straight) + size * head)
-            is_kept = all(
-                each == ("[0]", {asking: size * head + place}) for place, each in enumerate(kept)
-            )
-            require(is_kept, reason)
-        turn = self._program([(shared, Place(words.QUERIES, rank, row))], firsts.places)
-        of_row = [place.word for place, _ in turn.places].index(words.MIXED)
+        latent, turned = self._value_given(expand), size - straight
+        ends = heads * size + np.arange(straight, size)
+        shared, of_shared = self._rows.narrowed(key, ends.reshape(-1))
+        is_shared = np.array_equal(of_shared, np.tile(np.arange(turned), num_heads))
+        require(is_shared, "the ends of its keys are not those of all heads")
         self._require_cached(attended.module, latent.tensor, key.tensor[0, 0, :, straight:])
-        apart = {expand, *(() if second is None else (self._products[asking],))}
-        require({*map(type, apart)} <= {*_LINEARS}, "its latents have adapters")
-        expanded = self._product(expand)
+        rank = latent.shape[-1]
         plan = MixingPlan(
-            *(num_heads * num_value, program),
-            HeadsPlan(num_heads, 1, rank, rank, turned),
+            num_heads * num_value,
+            heads=HeadsPlan(num_heads, 1, rank, rank, turned),
             settings=_settings_of(attended, self._implementation),
-            latents=LatentsPlan(
-                *(second, expanded, straight, turned, num_value, turn, of_row),
-                sum(each.num for each in firsts.products),
-            ),
+            latents=LatentsPlan(self._product(expand), straight, turned, num_value),
         )
-        return self._mixed(firsts, plan, result, out)
+        # Queries for latents come first, which are made of these.
+        sizes = {query: num_heads * size, latent: rank, shared: turned}
+        *firsts, step = accumulate(sizes.values(), initial=num_heads * (rank + turned))
+        given = {x: Place(words.QUERIES, at, step) for x, at in zip(sizes, firsts, strict=True)}
+        return self._mixing(given, result, plan)
 
     def _require_cached(self, module: Any, *cached: Tensor) -> None:
         """Refuse an attention that does not cache these rows of tokens."""
@@ -984,7 +847,7 @@ class _Reader:
         ]
         require(is_cached == [True] * len(cached), "its cache has other numbers than it attends to")
 
-    def _convolved(self, layer: nn.Module) -> _Part:
+    def _convolved(self, layer: nn.Module) -> list[_Part]:
         """Return the short convolution of a layer, or its recurrence behind one."""
         found = [each for each in layer.modules() if type(each) is nn.Conv1d]
         require(len(found) == 1, "it attends to nothing, and is no short convolution")
@@ -1007,17 +870,15 @@ class _Reader:
         wanted = convolved(convolution, given.tensor[0].T)
         require(is_near(result.tensor[0].T.contiguous(), wanted), reason)
         self._rows.give(result, 2)
-        firsts = self._firsts([self._value_made(called[0])])
-        before = self._program([(given, Place(words.QUERIES))], firsts.places)
         plan = MixingPlan(channels, convolution=convolution)
-        return self._mixed(firsts, plan, result, called[1], before)
+        return self._mixing({given: Place(words.QUERIES)}, result, plan)
 
     def _recurrent(
         self, convolution: nn.Conv1d, given: Value, called: Sequence[nn.Module]
-    ) -> _Part:
+    ) -> list[_Part]:
         """Return the recurrence of a layer: products, a convolution, a state, a gated norm."""
         module: Any = self._parents[convolution]
-        firsts = self._firsts([*map(self._value_made, called[:-1])])
+        firsts = {*map(self._value_made, called[:-1])}
         norms = [
             each
             for each in module.children()
@@ -1032,8 +893,7 @@ class _Reader:
         def of_layer(value: Value) -> bool:
             """Return whether a value is made of what the layer's products give."""
             with suppress(UnsupportedForwardError):
-                found = slice_of(self._rows, [value], self._is_given)[1]
-                return firsts.places.keys() >= {*found}
+                return firsts.issuperset(slice_of(self._rows, [value], self._is_given)[1])
             return False
 
         decays = [x for x in self._trace.made_by("mul") if _is_decay(x) and of_layer(x)]
@@ -1041,15 +901,15 @@ class _Reader:
         shape, with_decays = decays[0].shape, decays[0].node.ins[1]  # type: ignore[union-attr]
         sigmoids = [x for x in self._trace.made_by("sigmoid") if x.shape == shape and of_layer(x)]
         pairs = self._side_by_side(words.INNER, [given, decays[0], [*sigmoids, with_decays][0]])
-        before = self._program([*pairs.items()], firsts.places)
-        used = {each.name for each in before.constants}
+        order, _ = slice_of(self._rows, [*pairs], self._is_given)
+        used = {self._held[x].name for x in self._held.keys() & {id(y.tensor) for y in order}}
         own = [name for name, each in module._parameters.items() if each is not None]
         names = [name for name in own if name not in used]
         numbers = [x.tensor[0].T if x is given else x.tensor[0] for x in pairs]
         found = read_recurrence(module, convolution, numbers, result.tensor, names)
         size = result.tensor.numel() // len(numbers[1])
         plan = MixingPlan(size, convolution=convolution, recurrence=found)
-        return self._mixed(firsts, plan, result, called[-1], before)
+        return self._mixing(pairs, result, plan)
 
     # --- modules ----------------------------------------------------------------------------------
 
@@ -1198,6 +1058,32 @@ def given_to(plan: CallPlan, tensors: Mapping[Any, Tensor]) -> tuple[list[Any], 
     return [*map(put, plan.args)], {name: put(value) for name, value in plan.kwargs.items()}
 
 
+def _with_program(
+    program: RowsPlan | None, plan: Any, word: int, tokens: int, is_first: bool
+) -> Iterator[Any]:
+    """Yield the phases of a part and of the program before it.
+
+    Args:
+        program: None for none.
+        plan: of the part.
+        word: where products read.
+        tokens: for which they run.
+        is_first: whether no products precede the program.
+    """
+    if type(plan) is ProductsPlan:
+        if program is not None:
+            yield RowsStep(program, tokens=tokens if is_first else _LATER.get(tokens, tokens))
+        firsts = (added.first for each in plan.products for added in each.added)
+        products = [ProductPlan(x, 0, x.out_features, x.in_features, x) for x in firsts]
+        if products:
+            yield ProductsPlan(tuple(products), word, words.BETWEEN, tokens=tokens)
+        yield plan._replace(given=word, tokens=tokens)
+    elif type(plan) is MixingPlan and plan.heads is not None:
+        yield plan._replace(rows=program)
+    else:
+        yield from (RowsStep(None, program), plan)
+
+
 def _is_decay(value: Value) -> bool:
     """Return whether a value is minus powers of e, one for each head, times numbers of tokens."""
     ins = value.node.ins if value.node is not None else []
@@ -1210,44 +1096,3 @@ def _root(value: Value) -> Tensor:
     while value.node is not None and value.node.ins:
         value = value.node.ins[0]
     return value.tensor
-
-
-def _added(value: Value) -> dict[Value, Place]:
-    return {value: Place(words.ADDED)}
-
-
-def _sizes_of(
-    layers: Sequence[LayerPlan], others: Sequence[Any], hidden: int, num_columns: int, reach: float
-) -> DecoderSizes:
-    phases = [*others, *(phase for layer in layers for phase in layer.phases)]
-    mixing, experts = [layer.mixing for layer in layers], [x.experts for x in layers if x.experts]
-    kinds: Any = RowsStep, ProductsPlan
-    steps, products = ([x for x in phases if type(x) is kind] for kind in kinds)
-    latents = [each.latents for each in mixing if each.latents is not None]
-    programs = [each for step in steps for each in step[:2]] + [layer.at_end for layer in layers]
-    programs += [each.rows for each in mixing] + [each.turn for each in latents]
-    rows = [each for each in programs if each is not None]
-    lying = [(place.word, place.step or size) for each in rows for place, size in each.places]
-    lying += [(each.target, each.num_made) for each in products]
-    lying += [(words.ATTENDED, each.attended) for each in mixing]
-    lying += [(words.QUERIES, each.row_of_queries) for each in mixing]
-    for each in experts:
-        of_experts = words.OF_EXPERTS, each.num_chosen * each.stacks.inner
-        lying += [of_experts, (words.RESULT, hidden)]
-    memory: dict[int, int] = {}
-    for word, size in lying:
-        memory[word] = max(memory.get(word, 0), size)
-    heads = [each.heads for each in mixing if each.heads is not None]
-    taps = max((each.convolution.kernel_size[0] for each in mixing if each.convolution), default=0)
-    recurrences = [each.recurrence for each in mixing if each.recurrence is not None]
-    return DecoderSizes(
-        *(len(layers), hidden, num_columns, reach, tuple(sorted(memory.items()))),
-        max((each.num for each in experts), default=0),
-        max((each.num_chosen for each in experts), default=0),
-        max(max(each.size + each.more, each.size_of_value) for each in heads),
-        max(sum(y.first.out_features for x in each.products for y in x.added) for each in products),
-        taps,
-        max((each.num_scratch(taps) for each in recurrences), default=0),
-        max((each.num_scratch() for each in latents), default=0),
-        max((each.num_scratch for each in rows), default=0),
-    )

@@ -18,7 +18,6 @@ from lade.forward.experts import PARTS, STACKS, StacksPlan
 from lade.forward.linear import FORMATS, is_plain
 from lade.forward.packed import PackedConv1D, PackedLinear, PackedStack, function_of, has_digits
 from lade.forward.reading import (
-    AdditionPlan,
     CallPlan,
     ColumnsPlan,
     Constant,
@@ -35,8 +34,9 @@ from lade.forward.reading import (
 from lade.forward.recurrence import RecurrencePlan, added_by
 
 _PACKED = "its weights are packed in a format that jobs do not read"
+_UNEVEN = "its columns are no whole number of vectors"
 # Words of what products read: beside it are its digits, if it is made in whole blocks.
-WITH_DIGITS = {words.NORMED, words.QUERIES, words.ATTENDED, words.INNER, words.OF_EXPERTS}
+WITH_DIGITS = {words.NORMED, words.ATTENDED, words.INNER, words.OF_EXPERTS}
 
 
 class Held:
@@ -75,6 +75,8 @@ class Weights:
         steps: int64, bytes from one token to the next in each of these.
         turning: int64 [addresses, 2], where each is in the table, and its number in `wanted`.
         by_digits: whether products read digits of their inputs.
+        memory: words of the job, and most numbers of a token that lie there.
+        sizes: arguments of `scratch_size`.
     """
 
     def __init__(
@@ -86,6 +88,8 @@ class Weights:
         names: Mapping[nn.Module, str],
     ) -> None:
         self._all_names, self._compiled, self.by_digits = names, compiled, False
+        self.memory: dict[int, int] = {}
+        self.sizes = {"hidden": plan.hidden, "num_chosen": 0}
         ids = torch.tensor(plan.replaced, dtype=torch.int64, device="cpu")
         self._replaced = ids.unbind(1) if plan.replaced else None
         self.head: Callable[[], Any] = weakref.ref(plan.head)
@@ -138,49 +142,67 @@ class Weights:
             else:
                 is_mixing = type(phase) is MixingPlan
                 add: Any = self._add_mixing if is_mixing else self._add_experts
-                of, run = self._add_row(), _job_of(phase, self._compiled)
+                of = self._add_row()
                 add(len(self._rows) - 1, phase)
-                for step in range(_num_rows(phase)):
-                    row = self._rows[number + step]
-                    row[words.RUN : words.CACHE + 1] = run, step, of, kind, cache
+                for index, job in enumerate(_jobs_of(phase, self._compiled)):
+                    row = self._rows[number + index]
+                    row[words.RUN : words.CACHE + 1] = *job, of, kind, cache
             self._num_filled += _num_rows(phase)
 
+    def _need(self, word: int = words.NOTHING, num: int = 0, **sizes: int) -> None:
+        """Note how many numbers of a token lie at a word, and other sizes."""
+        self.memory[word] = max(self.memory.get(word, 0), num)
+        for name, size in sizes.items():
+            self.sizes[name] = max(self.sizes.get(name, 0), size)
+
     def _add_products(self, number: int, plan: ProductsPlan, by_digits: bool) -> None:
-        row, between = self._rows[number], 0
+        row, start = self._rows[number], 0
+        between = sum(y.first.out_features for x in plan.products for y in x.added)
+        require(len(plan.products) <= words.MOST_PRODUCTS, "too many products have equal inputs")
+        row[words.NUM_PRODUCTS], row[words.TOKENS] = len(plan.products), plan.tokens
         row[words.GIVEN], row[words.NUM_GIVEN] = plan.given, plan.products[0].num_inputs
         row[words.TARGET], row[words.NUM_MADE] = plan.target, plan.num_made
-        row[words.COLUMNS], row[words.TOKENS] = self._add_columns(plan.columns), plan.tokens
-        if plan.beside is not None:
-            row[words.BESIDE : words.BESIDE_STEP + 1] = plan.beside[:3]
-        for word in range(0, words.GIVEN, words.PRODUCT_SIZE):
-            index = word // words.PRODUCT_SIZE
+        row[words.COLUMNS] = self._add_columns(plan.columns)
+        for index, product in enumerate(plan.products):
+            word = words.PRODUCT_SIZE * index
+            self._add_matrix(number, word, product.module, product.first, by_digits=by_digits)
+            row[word + words.NUM_COLUMNS] = product.num
             row[word + words.FIRST_ADDED] = self._num_added
-            if index < len(plan.products):
-                product = plan.products[index]
-                of_product = word, product.module, product.first
-                self._add_matrix(number, *of_product, by_digits=by_digits)
-                row[word + words.NUM_COLUMNS] = product.num
-                for added in product.added:
-                    of_added = self.num_phases + self._num_added
-                    self._add_addition(of_added, added, product.first, between)
-                    between += added.first.out_features
-                    self._num_added += 1
+            for added in product.added:
+                number_of, rank = self.num_phases + self._num_added, added.first.out_features
+                require(type(added.second) is nn.Linear, "what is added to a product is packed")
+                self._add_matrix(number_of, 0, added.second, product.first)
+                of_added = _bits(added.times), rank, start, between
+                self._rows[number_of][words.TIMES : words.BETWEEN_SIZE + 1] = of_added
+                start += rank
+                self._num_added += 1
             row[word + words.END_ADDED] = self._num_added
+        self._need(plan.target, plan.num_made, between=between)
 
     def _add_mixing(self, number: int, plan: MixingPlan) -> None:
         row, (scaling, softcap, sinks) = self._rows[number], plan.settings
-        row[words.ATTENDED_SIZE], row[words.QUERIES_SIZE] = plan.attended, plan.row_of_queries
+        row[words.ATTENDED_SIZE] = plan.attended
         row[words.SCALING], row[words.SOFTCAP] = _bits(scaling), _bits(softcap)
         row[words.READS], row[words.HEADS] = plan.keys_of is not None, self._add_rows(plan.rows)
+        self._need(words.ATTENDED, plan.attended)
         if sinks is not None:
             self._add(number, words.SINKS, sinks, "sinks")
-        if plan.heads is not None:
+        if plan.heads is not None and plan.rows is not None:
             row[words.NUM_HEADS : words.READS] = plan.heads
+            made = [x for x, _ in plan.rows.places if getattr(x, "word", None) == words.QUERIES]
+            row[words.QUERIES_SIZE] = made[0].step
+            row[words.NUM_QUERIES] = made[1 % len(made)].first  # of new keys, if it makes some
+            _, _, of_key, of_value, more = plan.heads
+            is_whole = all(x % self._compiled.LANES == 0 for x in (of_key, of_value))
+            require(is_whole, "its heads are no whole number of vectors")
+            self._need(head_size=max(of_key + more, of_value))
         if plan.convolution is not None:
-            row[words.TAPS] = plan.convolution.kernel_size[0]
+            row[words.TAPS] = taps = plan.convolution.kernel_size[0]
+            self._need(words.QUERIES, plan.convolution.out_channels, taps=taps)
             self._add(number, words.CONVOLUTION, plan.convolution, "weight")
             self._add(number, words.CONVOLUTION_BIAS, plan.convolution, "bias")
         if plan.recurrence is not None:
+            self._need(of_recurrence=plan.recurrence.num_scratch(taps))
             self._add_recurrence(number, plan.recurrence)
         if plan.latents is not None:
             self._add_latents(number, plan.latents)
@@ -194,26 +216,26 @@ class Weights:
         """Add the row that describes a program; return its number, 0 for none."""
         if plan is None:
             return 0
-        number, places = self._add_row(), [*plan.places]
-        row, index = self._rows[-1], len(self._rows) - 1
-        row[words.PROGRAM] = _program_of(plan)
-        constants = [(each, 0) for each in plan.constants]
-        whole: list[Any] = [*places[: plan.num_inputs], *constants, *places[plan.num_inputs :]]
-        row[words.NUM_PLACES], (last, size) = len(whole), whole[-1]
+        number, row, index = self._add_row(), self._rows[-1], len(self._rows) - 1
+        row[words.PROGRAM], (last, size) = _program_of(plan), plan.places[-1]
+        self._need(of_rows=plan.num_scratch)
+        row[words.NUM_PLACES] = len(plan.places)
         row[words.NUM_DIGITS] = size if last.word in WITH_DIGITS else 0
-        for each, (place, size) in enumerate(whole):
+        for each, (place, size) in enumerate(plan.places):
             word = words.PLACES + 3 * each
             if isinstance(place, Constant):
                 row[word] = words.NOTHING
                 self._add(index, word + 1, place.module, place.name)
                 continue
+            self._need(place.word, place.step or size)
             step = 8 if place.word == words.POSITIONS else 4 * (place.step or size)
             row[word : word + 3] = place.word, 4 * place.first, step
             if place.made is not None:
                 row[word + 1] = 0
                 at = index * words.ROW_SIZE + word + 1
                 self._turning.append((at, self._number_of(place, size)))
-        for module in dict.fromkeys(each.module for each in plan.constants):
+        constants = (place for place, _ in plan.places if isinstance(place, Constant))
+        for module in dict.fromkeys(each.module for each in constants):
             for name, held in module._parameters.items():
                 if held is None:
                     self._absent.append((len(self._slots), weakref.ref(module), name))
@@ -243,16 +265,12 @@ class Weights:
             row[word + 1] = 4 * step
         return number
 
-    def _add_addition(self, number: int, added: AdditionPlan, column: int, start: int) -> None:
-        row = self._rows[number]
-        require(type(added.second) is nn.Linear, "what is added to a product is packed")
-        self._add_matrix(number, 0, added.first)
-        self._add_matrix(number, words.SECOND, added.second, column)
-        row[words.START] = start
-        row[words.TIMES] = _bits(added.times)
-
     def _add_experts(self, number: int, plan: ExpertsPlan) -> None:
         row, stacks = self._rows[number], plan.stacks
+        self._need(words.OF_EXPERTS, plan.num_chosen * stacks.inner)
+        self._need(words.RESULT, self.sizes["hidden"])
+        self._need(words.GROUPS, 4 * plan.num_chosen + 2 * plan.num + 6)
+        self._need(num_experts=plan.num, num_chosen=plan.num_chosen)
         row[words.NUM_EXPERTS : words.GATE_UP_BIAS] = plan.num, plan.num_chosen, stacks.inner
         self._add_stacks(number, stacks)
         alternates = row[words.LIES] & words.ALTERNATE  # files have gate and up apart
@@ -275,6 +293,7 @@ class Weights:
         of_words = words.EXPERT_GATE, words.EXPERT_UP, words.EXPERT_DOWN
         of_biases = words.GATE_UP_BIAS, words.EXPERT_DOWN + words.BIAS
         across = bool(row[words.LIES] & words.LIE_ACROSS)
+        require(not across or inner % self._compiled.LANES == 0, _UNEVEN)
         firsts = 0, inner, 0
         are_alike = all(map(has_digits, formats[:2]))  # gate and up read the same rows
         row[words.BY_DIGITS], by_digits = are_alike, (are_alike, are_alike, True)
@@ -293,29 +312,21 @@ class Weights:
             self._add(number, words.SKIPS, *plan.skips)
 
     def _add_latents(self, number: int, plan: LatentsPlan) -> None:
-        row, products = self._rows[number], {words.EXPAND: plan.expand}
-        if plan.query is not None:
-            products[words.SECOND_QUERY] = plan.query
-        for word, product in products.items():
-            self._add_matrix(number, word, product.module)
-        expand: Any = plan.expand.module.weight
-        require(expand.dtype in FORMATS, "what latents are expanded by is in blocks")
-        row[words.OF_EXPAND] = FORMATS[expand.dtype]
-        row[words.STRAIGHT : words.ATTEND] = plan[2:5]
-        row[words.ATTEND] = self._compiled.run_attention().address
-        row[words.TURN], row[words.TURNED_PLACE] = self._add_rows(plan.turn), plan.of_row
-        row[words.MIXED_SIZE] = plan.mixed
+        row, expand = self._rows[number], plan.expand.module
+        self._add_matrix(number, words.EXPAND, expand)
+        dtype: Any = expand._parameters["weight"].dtype  # type: ignore[union-attr]
+        require(dtype in FORMATS, "what latents are expanded by is in blocks")
+        row[words.STRAIGHT : words.OF_EXPAND + 1] = *plan[1:], FORMATS[dtype]
+        self._need(of_latents=plan.expand.num_inputs + plan.value)
 
     def _add_matrix(
         self, number: int, word: int, module: Any, column: int = 0, *, by_digits: bool = False
     ) -> None:
         """Describe a linear layer, from one of its columns on; see `_add_weight`."""
         is_packed = isinstance(module, PackedLinear | PackedConv1D)
-        half, format_ = getattr(module, "half_head", 0), module.ggml_type if is_packed else None
-        require(not (column and half), _PACKED)
+        format_ = module.ggml_type if is_packed else None
         of_weight = format_, isinstance(module, Conv1D), column
         self._add_weight(number, word, module, "weight", *of_weight, by_digits=by_digits)
-        self._rows[number][word + words.HALF] = half
         self._add(number, word + words.BIAS, module, "bias", start=4 * column)
 
     def _add_weight(
@@ -342,6 +353,7 @@ class Weights:
         dtype, start = torch.float32 if format_ is None else weight.dtype, column * of_row
         row[words.NUM_COLUMNS] = weight.shape[-1 if across else -2]
         if across:
+            require(weight.shape[-1] % self._compiled.LANES == 0, _UNEVEN)
             require(dtype in FORMATS, _PACKED)
             row[words.ACROSS], row[words.ROW_BYTES] = of_row, FORMATS[dtype]
             start = column * dtype.itemsize
@@ -425,14 +437,11 @@ class Weights:
 
 def _program_of(plan: RowsPlan) -> int:
     """Return the address of a program, compiled; it takes scratch memory, and all places."""
+    require(len(plan.places) <= words.MOST_PLACES, "a program of rows takes too much")
     given = [f"row(given[0], {plan.num_scratch})"]
-    sizes = [size for _, size in plan.places]
-    sizes[plan.num_inputs : plan.num_inputs] = plan.sizes
-    require(len(sizes) <= words.MOST_PLACES, "a program of rows takes too much")
-    kinds = ["integers" if place.word == words.POSITIONS else "row" for place, _ in plan.places]
-    kinds[plan.num_inputs : plan.num_inputs] = ["row"] * len(plan.sizes)
-    pairs = enumerate(zip(kinds, sizes, strict=True), 1)
-    given += [f"{kind}(given[{number}], {size})" for number, (kind, size) in pairs]
+    for number, (place, size) in enumerate(plan.places, 1):
+        is_whole = isinstance(place, Place) and place.word == words.POSITIONS
+        given.append(f"{'integers' if is_whole else 'row'}(given[{number}], {size})")
     return address_of(plan.text, given, plan.tables)
 
 
@@ -445,25 +454,29 @@ def _columns_of(plan: ColumnsPlan) -> int:
     return address_of(plan.text, ["given[0]", *given])
 
 
-def _job_of(phase: MixingPlan | ExpertsPlan, compiled: Any) -> int:
-    """Return the address of what runs a phase, which is compiled now."""
+def _jobs_of(phase: MixingPlan | ExpertsPlan, compiled: Any) -> list[tuple[int, int]]:
+    """Return the address of what runs each phase, which is compiled now, and one of its phases."""
     run: Any = compiled.run_attention
     if isinstance(phase, ExpertsPlan):
         run = compiled.run_experts
-    elif phase.latents is not None:
-        from lade.forward._latents import run_latents as run
     elif phase.recurrence is not None:
         from lade.forward._recurrence import run_recurrence as run
     elif phase.convolution is not None:
         run = compiled.run_convolution
-    return int(run().address)
+    runs = [(run, 0), (run, 1), (run, 2)]
+    if type(phase) is MixingPlan and phase.latents is not None:
+        from lade.forward._latents import run_latents
+
+        runs = [(run, 0), (run_latents, 0), (run, 1), (run_latents, 1)]
+    return [(int(each().address), step) for each, step in runs[: _num_rows(phase)]]
 
 
 def _num_rows(phase: Any) -> int:
     """Return how many phases of a job one of a plan is."""
     if type(phase) is MixingPlan:
-        return 1 if phase.convolution is not None and phase.recurrence is None else 2
-    return 2 if type(phase) is ExpertsPlan else 1
+        is_one = phase.convolution is not None and phase.recurrence is None
+        return 4 if phase.latents is not None else 1 if is_one else 2
+    return 3 if type(phase) is ExpertsPlan else 1
 
 
 def _have_digits(word: int, phases: Iterable[Any]) -> bool:

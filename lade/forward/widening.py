@@ -69,7 +69,7 @@ class WidenedModel:
         kind = packed_kind(module) if _is_narrow(module._parameters.get("weight")) else None
         if kind is not None:
             kept = {"weight"}
-            changed = {"__class__": kind, "_blocks_type": 0, "half_head": 0}
+            changed = {"__class__": kind, "_blocks_type": 0}
         elif _is_stacked(module):
             kept = {*STACKS[:2]}
             changed = self._stacked(module)

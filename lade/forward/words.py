@@ -9,13 +9,12 @@
     NUM_THREADS,
     STATES,  # [tokens, HIDDEN], at first the embeddings
     NORMED,  # [tokens, HIDDEN]
-    MIXED,  # [tokens, columns], what the first products of a layer give
-    # [tokens, NUM_HEADS, HEAD_SIZE + MORE_SIZE of the layer], or inputs of a convolution, or the
-    # queries of a recurrence; then what the projection behind these gets, if not ATTENDED.
+    MIXED,  # [tokens, columns], what products give
+    # [tokens, NUM_HEADS, HEAD_SIZE + MORE_SIZE of the layer], then new keys and values; or inputs
+    # of a convolution, or the queries of a recurrence.
     QUERIES,
     ATTENDED,  # [tokens, ATTENDED_SIZE of the layer]
     INNER,  # [tokens, of the layer's MLP]
-    ADDED,  # [tokens, HIDDEN], the result to be added to the states
     LIST,  # int64 [NUM_PHASES, ROW_SIZE]
     # Int64 [kinds of masks, NUM_PARTS, 4]: a part's first token, its number of tokens, the address
     # of its mask (bool [tokens, keys]; 0 if they see all keys), and bytes between the mask's rows.
@@ -28,18 +27,19 @@
     LOGITS,  # [NUM_KEPT, columns of the head]
     SCRATCH,  # of all threads
     SCRATCH_SIZE,  # bytes of each
-    # Int64 [NUM_PHASES, 32], zeros: the next piece, 64 bytes later the number of finished pieces;
-    # then both again for the first factors of low-rank additions.
+    # Int64 [NUM_PHASES, 16], zeros: the next piece, 64 bytes later the number of finished pieces.
     PHASES,
     NEXT_THREAD,
     SLOT,  # of the pool of workers
     EVERY,  # int64, the numbers of all tokens
     ADDITIONS,  # int64 [rows, ROW_SIZE]: low-rank additions, then descriptions, counted from 1
-    BETWEEN,  # [tokens, BETWEEN_SIZE], between the factors of a layer's additions
-    BETWEEN_SIZE,
+    BETWEEN,  # [tokens, numbers], between the factors of low-rank additions
     SCORES,  # [tokens, scores], of experts, then the gate of the shared expert
     CHOSEN,  # [tokens, NUM_CHOSEN of the layer], experts
     SHARES,  # of the same shape: factors of these experts' results
+    # Int64: how many experts were chosen, and how many pieces their inner states have; then what
+    # `_experts.group` says of all choices.
+    GROUPS,
     OF_EXPERTS,  # [choices, EXPERT_INNER of the layer], by expert
     RESULT,  # [tokens, HIDDEN], the sum of the experts' results
     TILES,  # of what is compiled for tiles, `run_tiles`
@@ -47,33 +47,33 @@
     SAVED,  # [tokens, numbers], what programs of a layer keep for later ones
     INPUTS,  # [tokens, numbers], what layers get of a token besides states
     NOTHING,  # 0, to which a program's own addresses are added
-    # Bytes from inputs of products (NORMED, QUERIES, ATTENDED, INNER, OF_EXPERTS) to their digits
+    # Bytes from inputs of products (NORMED, ATTENDED, INNER, OF_EXPERTS) to their digits
     # (`_digits.py`), which are written with them; 0 if no product reads any.
     DIGITS,
     JOB_SIZE,
-) = range(39)
+) = range(38)
 # PACKED: address of the function compiled for a packed weight's format, or 0. ROW_BYTES: bytes of a
-# row of it. HALF: half the rows of a head, if rows of its first and second half alternate, or 0.
-# ACROSS: bytes between the weights of two inputs, if the weight is stored input by input, or 0;
-# then ROW_BYTES is its format.
-(WEIGHT, BIAS, NUM_COLUMNS, FIRST_ADDED, END_ADDED, PACKED, ROW_BYTES, HALF, ACROSS) = range(9)
-PRODUCT_SIZE = 9
+# row of it. ACROSS: bytes between the weights of two inputs, if the weight is stored input by
+# input, or 0; then ROW_BYTES is its format.
+(WEIGHT, BIAS, NUM_COLUMNS, FIRST_ADDED, END_ADDED, PACKED, ROW_BYTES, ACROSS) = range(8)
+PRODUCT_SIZE = 8
 
-# A phase of the list is one of three. Products, up to four: words of the job that have the address
+# A phase of the list is one of three. Products: how many; words of the job that have the address
 # of their inputs and of the results, and how many numbers of a token these are; COLUMNS, the row of
-# the program of their columns, or 0; a word of the job, a first number and numbers from one token
-# to the next of what it gets besides. Rows: programs of the last layer's end and of what comes
-# next. RUN: the address of what is compiled apart, one of its phases, the row that describes it,
-# its kind of masks and the number of its cache.
-(GIVEN, NUM_GIVEN, TARGET, NUM_MADE, COLUMNS, TOKENS) = range(36, 42)
-(BESIDE, BESIDE_FIRST, BESIDE_STEP, AT_END, BEFORE, RUN, STEP, OF, SEES, CACHE) = range(42, 52)
+# the program of their columns, or 0. Rows: programs of the last layer's end and of what comes next.
+# RUN: the address of what is compiled apart, one of its phases, the row that describes it, its kind
+# of masks and the number of its cache.
+MOST_PRODUCTS = 12
+(NUM_PRODUCTS, GIVEN, NUM_GIVEN, TARGET, NUM_MADE, COLUMNS, TOKENS) = range(96, 103)
+(AT_END, BEFORE, RUN, STEP, OF, SEES, CACHE) = range(103, 110)
 ROW_SIZE = 176
-# What mixes tokens: numbers of a token behind it, and in a row of QUERIES with new keys and values.
+# What mixes tokens: numbers of a token's queries, and of a token behind it, and in a row of QUERIES
+# with new keys and values.
 # Attention: bits of float32 SCALING and SOFTCAP; heads of queries and of keys; numbers of a
 # key's head, and of a value's. If MORE_SIZE is not 0, the cache has so many further numbers of keys
-# in place of values, and keys are the values, too; then MIXED_SIZE are the columns before it.
+# in place of values, and keys are the values, too.
 # READS: whether keys are those of another layer. HEADS: the row of its program.
-(MIXED_SIZE, ATTENDED_SIZE, QUERIES_SIZE, SCALING, SOFTCAP, SINKS) = range(30, 36)
+(NUM_QUERIES, ATTENDED_SIZE, QUERIES_SIZE, SCALING, SOFTCAP, SINKS) = range(30, 36)
 NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE, RESULT_SIZE, MORE_SIZE = range(36, 41)
 READS, HEADS = range(41, 43)
 # A convolution: its weights, [channels, TAPS], and biases; keys are its inputs, [slots, channels].
@@ -86,22 +86,19 @@ CONVOLUTION, CONVOLUTION_BIAS, TAPS = range(43, 46)
 PROGRAM, NUM_PLACES, NUM_DIGITS, PLACES = range(4)
 NUM_INPUTS, NUM_CONSTANTS, CONSTANTS = range(1, 4)
 MOST_PLACES = (ROW_SIZE - PLACES) // 3
-# A low-rank addition to a product: its first factor as a product, WEIGHT and BIAS of the second,
-# the scale of the result, and its first number in a row of BETWEEN.
-SECOND = PRODUCT_SIZE
-TIMES, START = range(SECOND + 2, SECOND + 4)
+# A low-rank addition to a product: WEIGHT and BIAS of its second factor; the scale of the result;
+# how many numbers the first factor gives; in a row of BETWEEN, the place of these, and the row's
+# size.
+TIMES, RANK, START, BETWEEN_SIZE = range(PRODUCT_SIZE, PRODUCT_SIZE + 4)
 # Experts: as products, gate, up and down, whose columns are those of all experts, and NUM_COLUMNS
 # those of one; addresses of biases of gate and up; how the weights lie; the address of the program
 # of gate and up; whether these are multiplied by digits.
-EXPERT_GATE, EXPERT_UP, EXPERT_DOWN = range(0, 27, PRODUCT_SIZE)
+EXPERT_GATE, EXPERT_UP, EXPERT_DOWN = range(0, 24, PRODUCT_SIZE)
 NUM_EXPERTS, NUM_CHOSEN, EXPERT_INNER, GATE_UP_BIAS, LIES, GATING, BY_DIGITS = range(27, 34)
-# Attention to latents: what makes queries of the normed columns of the layer's first product, or no
-# product if these are queries; what makes each head's key, without angles, and value of latents;
-# numbers of such a key, of a turned one, and of a value; address of what attends; EXPAND's format.
-(SECOND_QUERY, EXPAND, STRAIGHT, TURNING, EXPANDED) = (0, PRODUCT_SIZE, *range(18, 21))
-ATTEND, OF_EXPAND = 21, 22
-# The row of the program that turns a key, and the number among its places of what is turned.
-TURN, TURNED_PLACE = 23, 24
+# Attention to latents: what makes each head's key, without angles, and value of latents; numbers of
+# such a key, of a turned one, and of a value; EXPAND's format. In a row of QUERIES, those of which
+# queries for latents are made follow them.
+EXPAND, (STRAIGHT, TURNING, EXPANDED, OF_EXPAND) = 0, range(PRODUCT_SIZE, PRODUCT_SIZE + 4)
 # A recurrence: heads of keys, and of values, and their sizes; the first channel of queries, keys
 # and values in the convolution; whether it is a gated delta net, else a Mamba 2; the address of
 # factors by which values join the results; numbers of a token in INNER: inputs of the convolution,

@@ -393,13 +393,13 @@ class _Filler:
             module._buffers[attribute] = self._whole(raw.view(torch.float32).view(shape))
             return
         is_matrix = isinstance(module, nn.Linear | nn.Embedding) and attribute == "weight"
-        half, order = self._order(name, shape[0])
+        order = self._order(name, shape[0])
         if is_matrix and stored.format != _F32 and self.dtype is None:
             blocks = raw.view(shape[0], -1)
-            if order is not None and not half:  # a copy; halves are read as they are
+            if order is not None:  # a copy
                 blocks = blocks[order]
             weight = Blocks(blocks, requires_grad=False)
-            self._replace(module_name, module, weight, stored.format, half)
+            self._replace(module_name, module, weight, stored.format)
             return
         rows = raw.view(shape[0] if is_matrix else 1, -1)
         made = unpacked(rows, stored.format).view(shape)
@@ -408,23 +408,23 @@ class _Filler:
             made = made - 1
         module._parameters[attribute] = nn.Parameter(self._whole(made), requires_grad=False)
 
-    def _order(self, name: str, num: int) -> tuple[int, Any]:
-        """Return the rows of half a head if halves alternate, and which rows become the first."""
+    def _order(self, name: str, num: int) -> Any:
+        """Return which rows of a file become the first; None if they stand in the model's order."""
         part = (name.split(".")[2:3] or [""])[0]
         if part not in {TURNED: ("attn_q", "attn_k"), GROUPED: ("attn_qkv",)}.get(self.changes, ()):
-            return 0, None
+            return None
         config = self.model.config
         rows = torch.arange(num, dtype=torch.int64, device="cpu")
         heads = config.num_key_value_heads if part == "attn_k" else config.num_attention_heads
         if num % ((3 if part == "attn_qkv" else 2) * heads):
             raise UserError(f"the rows of {name!r} in {self.path} are not those of {heads} heads")
         if part == "attn_qkv":
-            return 0, rows.view(3, heads, -1).transpose(0, 1).reshape(-1)
-        return num // heads // 2, rows.view(heads, -1, 2).transpose(1, 2).reshape(-1)
+            return rows.view(3, heads, -1).transpose(0, 1).reshape(-1)
+        return rows.view(heads, -1, 2).transpose(1, 2).reshape(-1)
 
-    def _replace(self, module_name: str, module: Any, weight: Any, format_: int, half: int) -> None:
+    def _replace(self, module_name: str, module: Any, weight: Any, format_: int) -> None:
         if type(module) is nn.Linear:
-            made: Any = PackedLinear(weight, format_, module.in_features, None, half)
+            made: Any = PackedLinear(weight, format_, module.in_features)
             made.bias = module.bias  # which may be put in place later
         else:
             scale = getattr(module, "embed_scale", None)

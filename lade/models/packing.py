@@ -62,7 +62,7 @@ def _pack(model: Model) -> None:
             each._parameters[its_name] = made
             if dtype is not None and kind is not None:
                 each.__class__ = kind
-                vars(each).update(_blocks_type=0, half_head=0)
+                vars(each).update(_blocks_type=0)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.dtype in NARROW:

@@ -517,7 +517,6 @@ def test_what_is_no_sum_of_products_is_left_to_torch() -> None:
         lambda layer: setattr(layer.firsts["a"], "__class__", Doubled),
         lambda layer: layer.inner.register_forward_hook(lambda *_: None),
         lambda layer: setattr(layer, "forward", lambda states: layer.inner(states).tanh()),
-        lambda layer: setattr(layer, "dropout", nn.Tanh()),
         lambda layer: layer.firsts["a"].to(torch.float64),
     ):
         model = model_of("llama")
@@ -525,6 +524,16 @@ def test_what_is_no_sum_of_products_is_left_to_torch() -> None:
         assert forwards_for(model) is not None
         change(layers[3])
         assert forwards_for(model) is None
+
+
+def test_additions_of_other_kinds_run_as_any_products(ran: list[Ran]) -> None:
+    model = model_of("llama")
+    for layer in adapted(model)[::3]:
+        layer.dropout = nn.Tanh()  # type: ignore[assignment]
+    target, parents = Prefilled(model, TEXT), [-1, 0, 0, -1]
+    logits = target.run(parents)
+    assert ran
+    assert is_close(logits, target.run_plainly(parents))[0]
 
 
 # --- hooks of layers ------------------------------------------------------------------------------

@@ -110,18 +110,15 @@ def test_extreme_inputs_give_what_float32_gives(number: float) -> None:
         np.testing.assert_allclose(one, other, 1e-6)
 
 
-def layer_of(name: str, half: int = 0, num: int = 256) -> PackedLinear:
+def layer_of(name: str, num: int = 256) -> PackedLinear:
     weight = nn.Parameter(torch.from_numpy(blocks(name, 64, num)), requires_grad=False)
     bias = nn.Parameter(torch.arange(64.0), requires_grad=False)
-    return PackedLinear(weight, NUMBERS[name], num, bias, half)
+    return PackedLinear(weight, NUMBERS[name], num, bias)
 
 
-@pytest.mark.parametrize("half", [0, 8])
-def test_a_layer_gives_what_its_whole_weight_gives(half: int) -> None:
-    layer = layer_of("Q4_K", half)
+def test_a_layer_gives_what_its_whole_weight_gives() -> None:
+    layer = layer_of("Q4_K")
     exact = torch.from_numpy(whole(layer.weight.numpy(), "Q4_K"))
-    if half:  # rows of a file: by turns one of each half
-        exact = exact.view(4, half, 2, 256).transpose(1, 2).reshape(64, 256)
     inputs = torch.randn(2, 3, 256, generator=torch.Generator().manual_seed(0))
     right = nn.functional.linear(inputs.double(), exact.double(), layer.bias.double())
     assert layer(inputs.requires_grad_()).requires_grad  # by torch
