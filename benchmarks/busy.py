@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.alone import alone
 from lade.models.settings import Settings
@@ -16,26 +16,18 @@ _AS_STORED = "as stored"
 _WARM_UP_TOKENS = 8
 
 
-class Job(NamedTuple):
-    """What a process does."""
-
-    model: str | None
-    dtype: str
-    texts: Sequence[str]
-    max_new_tokens: int
-
-
-def measure(job: Job) -> dict[str, float]:
+def measure(
+    model: str | None, dtype: str | None, texts: Sequence[str], max_new_tokens: int
+) -> dict[str, float]:
     """Return tokens a second of each load and number of threads, in this process."""
     from lade.apps.bench.busy import beside_busy
     from lade.apps.cli.options import load_model
     from lade.machine.threads import num_cores
     from lade.models.prompts import encode
 
-    dtype = None if job.dtype == _AS_STORED else job.dtype
-    loaded = load_model(job.model, device="cpu", dtype=dtype)
-    options, spent = Settings(job.max_new_tokens).options(), defaultdict[str, list[Any]](list)
-    inputs = [encode(loaded.tokenizer, text) for text in job.texts]
+    loaded = load_model(model, device="cpu", dtype=dtype)
+    options, spent = Settings(max_new_tokens).options(), defaultdict[str, list[Any]](list)
+    inputs = [encode(loaded.tokenizer, text) for text in texts]
     with beside_busy(num_cores()) as made:
         methods = {
             name: make()
@@ -74,7 +66,8 @@ def run(
         task = bars.add_task("measuring", total=num_processes * len(dtypes))
         for _ in range(num_processes):
             for dtype in dtypes:
-                runs[dtype].append(alone(measure, Job(model, dtype, texts, max_new_tokens)))
+                given = None if dtype == _AS_STORED else dtype
+                runs[dtype].append(alone(measure, model, given, texts, max_new_tokens))
                 bars.advance(task)
     summary = {
         dtype: {name: median(each[name] for each in of_dtype) for name in of_dtype[0]}

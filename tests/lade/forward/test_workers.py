@@ -110,55 +110,35 @@ def test_a_forked_child_makes_its_own_workers(helpers: set[int]) -> None:
 @pytest.mark.parametrize(
     ("sec", "most", "expected"),
     [
-        ({1: 1.0, 2: 0.6}, 2, 2),
-        ({1: 1.0, 2: 0.95}, 2, 1),  # it brings less than a tenth
-        ({1: 1.0, 2: 1.5}, 2, 1),
-        ({1: 1.0, 3: 0.4, 6: 0.25, 12: 0.23}, 12, 6),
-        ({1: 1.0, 2: 0.6, 4: 0.6, 8: 0.9, 16: 1.0}, 16, 2),
+        ({1: [1.0], 2: [0.6]}, 2, 2),
+        ({1: [1.0], 2: [0.95]}, 2, 1),  # it brings less than a tenth
+        ({1: [1.0], 2: [*[0.5] * 7, 2.0]}, 2, 2),  # pauses of a quota count
+        ({1: [1.0], 2: [*[0.5] * 7, 6.0]}, 2, 1),
+        ({1: [1.0], 3: [0.4], 6: [0.25], 12: [0.23]}, 12, 6),
+        ({1: [1.0], 2: [0.6], 4: [0.6], 8: [0.9], 16: [1.0]}, 16, 2),
     ],
 )
 def test_as_many_threads_run_forwards_as_pay(
-    sec: dict[int, float], most: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    sec: dict[int, list[float]], most: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forwards are of all lengths; some are late, and later the machine is another one."""
     monkeypatch.setattr(workers, "most_threads", lambda: most)
     rng, threads, chosen = np.random.default_rng(0), workers.NumThreads(), list[int]()
 
-    def run(num_forwards: int, sec_of: Callable[[int], float]) -> None:
+    def run(num_forwards: int, sec_of: Callable[[int], list[float]]) -> None:
         chosen.clear()
         for _ in range(num_forwards):
             num_tokens = int(rng.integers(1, 9))
-            chosen.append(threads.choose(num_tokens))
+            chosen.append(num := threads.choose(num_tokens))
+            usual = sec_of(num)[len(chosen) // 2 % len(sec_of(num))]  # trials go by turns
             late = 1 + (rng.random() < 0.02) * 5 + rng.normal() * 0.02
-            threads.record(chosen[-1], num_tokens, sec_of(chosen[-1]) * (4 + num_tokens) * late)
+            threads.record(num, num_tokens, usual * (4 + num_tokens) * late)
 
     run(500, sec.__getitem__)
     run(2000, sec.__getitem__)
     assert chosen.count(expected) > 0.97 * len(chosen)
     assert threads.choose(100) == most  # a part of a prompt
-    run(2500, lambda num: 1 / num)
+    run(2500, lambda num: [1 / num])
     assert chosen[-1] == most
     monkeypatch.setattr(workers, "most_threads", lambda: 1)
     assert threads.choose(4) == 1
-
-
-def test_pauses_of_a_quota_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 1.5 cores, two threads run three quarters of a period; one runs all the time."""
-    monkeypatch.setattr(workers, "most_threads", lambda: 2)
-
-    def last(sec: dict[int, float]) -> int:
-        threads, used, now = workers.NumThreads(), 0.0, 0.0
-        for _ in range(400):
-            num = threads.choose(4)
-            taken = sec[num]
-            if int(now / 0.1) < int((now + taken) / 0.1):
-                used = 0.0
-            used += num * taken
-            if used > 0.15:
-                taken += 0.1 - now % 0.1
-            threads.record(num, 4, taken)
-            now += taken
-        return threads.choose(4)
-
-    assert last({1: 0.02, 2: 0.0105}) == 2
-    assert last({1: 0.01, 2: 0.009}) == 1
