@@ -74,7 +74,7 @@ def run(
         for dtype, of_dtype in runs.items()
     }
     rows = [
-        [("", name, *(f"{summary[dtype][name]:.1f}" for dtype in summary))]
+        ("", name, *(f"{summary[dtype][name]:.1f}" for dtype in summary))
         for name in summary[dtypes[0]]
     ]
     settings = {"max_new_tokens": max_new_tokens, "prompts": chosen.described}
@@ -85,5 +85,5 @@ def run(
         "processes": runs,
     }
     title = f"Tokens a second, medians of {num_processes} processes"
-    show(file, content, sheet(title, ("", "load", *summary), rows))
+    show(file, content, sheet(title, ("", "load", *summary), [rows]))
     kept.end(f"stopped after {sum(map(len, runs.values()))} processes")

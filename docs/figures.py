@@ -295,9 +295,7 @@ def busy(file: str) -> str:
             by_way.setdefault(", ".join([_NAMES[way], dtype, *threads]), {})[load] = rate
         for way, (quiet, *beside) in [(way, each.values()) for way, each in by_way.items()]:
             rows.append((way, f"{quiet:.0f}", *(f"{x:.0f} ({x / quiet:.2f})" for x in beside)))
-        headings[2:] = [
-            f"{load} processes" for load in next(iter(by_way.values())) if load != "quiet"
-        ]
+        headings[2:] = [load for load in next(iter(by_way.values())) if load != "quiet"]
     return _table(headings, 1, rows)
 
 
