@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from benchmarks.alone import alone
 from lade.models.settings import Settings
@@ -13,39 +13,30 @@ if TYPE_CHECKING:
     from benchmarks.prompts import Chosen
 
 _AS_STORED = "as stored"
-_WARM_UP_TOKENS = 8
 
 
 def measure(
-    model: str | None, dtype: str | None, texts: Sequence[str], max_new_tokens: int
+    model: str | None, dtype: str | None, chosen: "Chosen", max_new_tokens: int
 ) -> dict[str, float]:
     """Return tokens a second of each load and number of threads, in this process."""
     from lade.apps.bench.busy import beside_busy
+    from lade.apps.bench.run import contest, summarise, warm_up
     from lade.apps.cli.options import load_model
     from lade.machine.threads import num_cores
     from lade.models.prompts import encode
 
     loaded = load_model(model, device="cpu", dtype=dtype)
-    options, spent = Settings(max_new_tokens).options(), defaultdict[str, list[Any]](list)
-    inputs = [encode(loaded.tokenizer, text) for text in texts]
+    settings = Settings(max_new_tokens)
     with beside_busy(num_cores()) as made:
         methods = {
-            name: make()
+            name: make
             for name, make in made.items()
             if not (name.startswith("plain") and "one thread" in name)
         }
-        for method in methods.values():
-            method(loaded.model, inputs[0], {**options, "max_new_tokens": _WARM_UP_TOKENS})
-        names = [*methods]
-        for number, given in enumerate(inputs):
-            start = number % len(names)
-            for name in (*names[start:], *names[:start]):
-                found = methods[name](loaded.model, given, options)
-                spent[name].append((found.num_tokens, found.sec))
-    return {
-        name: sum(num for num, _ in spent[name]) / sum(sec for _, sec in spent[name])
-        for name in names
-    }
+        warm_up(loaded, methods, settings)
+        answer = contest(loaded.model, methods, settings)
+        results = [answer([each], encode(loaded.tokenizer, each.text)) for each in chosen.prompts]
+    return {name: summarise(results, name).tokens_per_sec for name in methods}
 
 
 def run(
@@ -60,14 +51,13 @@ def run(
     from benchmarks.environment import environment
     from benchmarks.report import Keeping, progress_bar, sheet, show
 
-    texts = [prompt.text for prompt in chosen.prompts]
     runs: dict[str, list[dict[str, float]]] = defaultdict(list)
     with Keeping(runs) as kept, progress_bar() as bars:
         task = bars.add_task("measuring", total=num_processes * len(dtypes))
         for _ in range(num_processes):
             for dtype in dtypes:
                 given = None if dtype == _AS_STORED else dtype
-                runs[dtype].append(alone(measure, model, given, texts, max_new_tokens))
+                runs[dtype].append(alone(measure, model, given, chosen, max_new_tokens))
                 bars.advance(task)
     summary = {
         dtype: {name: median(each[name] for each in of_dtype) for name in of_dtype[0]}

@@ -34,6 +34,7 @@ from lade.forward._packed import (
     Q6_K,
     Q8_0,
     _unpack_row,
+    half_power,
 )
 from lade.forward._tiles import (
     DEPTH,
@@ -205,7 +206,11 @@ class _Strip:
 
     def _add_small(self, index: Any, header: list[Any], packed: list[Any]) -> None:
         build, least = self._build, None
-        scale = self._power(header[0]) if self._format == MXFP4 else self._half(header[0])
+        if self._format == MXFP4:
+            exponents = build.and_(header[0], _ints(255))
+            scale = build.bitcast(half_power(build, exponents, _ints), _FLOATS)
+        else:
+            scale = self._half(header[0])
         if self._format in (Q4_1, Q5_1):
             least = fused(build, scale, self._middle, self._half(header[0], 16))
         if self._format == Q8_0:
@@ -394,14 +399,6 @@ class _Strip:
         build = self._build
         narrow = build.trunc(build.lshr(vector, _ints(by)), ir.VectorType(_INT16, 16))
         return build.fpext(build.bitcast(narrow, ir.VectorType(ir.HalfType(), 16)), _FLOATS)
-
-    def _power(self, vector: Any) -> Any:
-        """Emit half of the powers of 2 whose exponents are the lowest bytes."""
-        build, byte = self._build, self._build.and_(vector, _ints(255))
-        usual = build.shl(build.sub(byte, _ints(1)), _ints(23))
-        least = build.shl(_ints(0x200000), byte)  # which is no normal number
-        bits = build.select(build.icmp_unsigned("<", byte, _ints(2)), least, usual)
-        return build.bitcast(bits, _FLOATS)
 
     def _levels(self, packed: list[Any]) -> list[Any]:
         """Emit bytes that stand for the lower halves of bytes, and then for the upper halves."""

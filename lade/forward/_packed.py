@@ -66,6 +66,19 @@ def _ints(number: int) -> Any:
     return ir.Constant(_INTS, [number] * LANES)
 
 
+def half_power(build: Any, exponents: Any, integer: Callable[[int], Any]) -> Any:
+    """Emit the bits of half of the powers of 2 whose exponents are bytes, in integers of 32 bits.
+
+    Args:
+        build: the builder.
+        exponents: an integer, or a vector of integers.
+        integer: returns a constant of the same type.
+    """
+    usual = build.shl(build.sub(exponents, integer(1)), integer(23))
+    least = build.shl(integer(0x200000), exponents)  # which is no normal number
+    return build.select(build.icmp_unsigned("<", exponents, integer(2)), least, usual)
+
+
 class _Unpack:
     """Emits code that unpacks blocks of one format, of some columns."""
 
@@ -308,9 +321,7 @@ class _Unpack:
         """Emit half of the power of 2 whose exponent is a byte, in all lanes."""
         build = self._build
         byte = build.zext(self._load(address, 0, _INT8), _INT32)
-        usual = build.shl(build.sub(byte, _INT32(1)), _INT32(23))
-        least = build.shl(_INT32(0x200000), byte)  # which is no normal number
-        bits = build.select(build.icmp_unsigned("<", byte, _INT32(2)), least, usual)
+        bits = half_power(build, byte, _INT32)
         return self._all(build.bitcast(bits, _FLOAT), _FLOATS)
 
     def _halves(self, address: Any) -> list[Any]:

@@ -655,7 +655,7 @@ class _Reader:
         return {each: Place(word, first, step) for each, first in zip(sizes, firsts, strict=False)}
 
     def _needed(self, values: Iterable[Value]) -> list[Value]:
-        """Return the products of which values are made, also of others', in the order of calls."""
+        """Return the products behind values, and behind other products, in the order of calls."""
         found, todo = set[Value](), [*values]
         while todo:
             _, ends = slice_of(self._rows, [todo.pop()], self._is_given)
@@ -695,7 +695,7 @@ class _Reader:
             yield _Part({given: Place(words.NORMED)}, outs, plan)
 
     def _fused(self, made: Sequence[Value], taken: Value) -> ProductsPlan:
-        """Return the products of which each number of a value is made by itself."""
+        """Return products whose columns, one by one, make the numbers of a value."""
         columns = self._columns(taken)
         inputs = [each for each, *_ in columns.inputs]
         is_known = {*inputs} == {*made} and len(inputs) <= 2 and not columns.is_copy
