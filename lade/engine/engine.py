@@ -102,7 +102,8 @@ class Engine:
         """
         self._lock = threading.Lock()
         self._forwarding = threading.Lock()  # held while a forward runs
-        self._thread: threading.Thread | None = None  # under the lock
+        #: The thread that runs calls, while there are any; changed under the lock.
+        self.thread: threading.Thread | None = None
         self._refusal = refusal
         left, self._calls = self._calls, set()
         self._empty()
@@ -140,14 +141,9 @@ class Engine:
         return self._max_calls if self.is_joint and self.forwards.why_not is None else 1
 
     @property
-    def thread(self) -> threading.Thread | None:
-        """The engine's thread, while there are calls."""
-        return self._thread
-
-    @property
     def is_here(self) -> bool:
         """Whether the current thread is the engine's."""
-        thread = self._thread
+        thread = self.thread
         return thread is not None and thread.ident == threading.get_ident()
 
     @property
@@ -185,10 +181,10 @@ class Engine:
         with self._lock:
             if self._refusal is not None:
                 raise LadeError(f"expected an engine that takes calls: {self._refusal}")
-            if self._thread is None:
+            if self.thread is None:
                 thread = threading.Thread(target=self._run, name="lade-engine", daemon=True)
                 thread.start()  # or raise, and nothing has changed
-                self._thread = thread
+                self.thread = thread
             call.future.engine = self
             self._calls.add(call)
             self._arrived.append(call)
@@ -240,7 +236,7 @@ class Engine:
 
         In the engine's own thread, return at once.
         """
-        thread = self._thread
+        thread = self.thread
         if thread is not None and not self.is_here:
             with aside():
                 thread.join(sec)
@@ -257,7 +253,7 @@ class Engine:
                     self._fail(defect)
         finally:
             if self.is_here:  # else it has ended in order
-                self._thread = None
+                self.thread = None
 
     def _take_in(self) -> bool:
         """Move new calls into the queue; return whether there is anything to do."""
@@ -266,7 +262,7 @@ class Engine:
             self._arrived = []  # not cleared: others may count it
             if self._waiting or self._running:
                 return True
-            self._thread = None
+            self.thread = None
             return False
 
     def _fail(self, defect: BaseException) -> None:

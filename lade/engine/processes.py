@@ -9,13 +9,15 @@ import atexit
 import ctypes
 import os
 import threading
-from collections.abc import Sequence
 from contextlib import ExitStack
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from lade.engine.turns import TURNS
+
+if TYPE_CHECKING:
+    from lade.engine.engine import Engine
 
 _REST_SEC = 5.0  # for which a fork waits for running forward passes
 _ROUND_SEC, _NUM_ROUNDS = 0.5, 10  # for which the end of the process waits for engines
@@ -26,33 +28,11 @@ _NOT_AT_REST = (
 )
 
 
-class EngineThread(Protocol):
-    """The part of an engine that this file uses."""
-
-    @property
-    def thread(self) -> threading.Thread | None:
-        """The thread that runs the engine's calls, while there are calls."""
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the current thread is the engine's."""
-
-    @property
-    def locks(self) -> Sequence[threading.Lock]:
-        """The locks that the engine's thread holds only while it runs something."""
-
-    def end(self, refusal: str | None = None) -> None:
-        """Have all calls end, and refuse later ones for a reason."""
-
-    def begin_anew(self, refusal: str | None) -> None:
-        """Reset to an engine without thread and calls, in a child."""
-
-
-_engines: WeakSet[EngineThread] = WeakSet()
+_engines: WeakSet["Engine"] = WeakSet()
 _fork = threading.local()
 
 
-def look_after(engine: EngineThread) -> None:
+def look_after(engine: "Engine") -> None:
     """Register an engine for forks and the end of the process, as long as it lives."""
     _engines.add(engine)
 
