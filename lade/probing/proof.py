@@ -250,9 +250,11 @@ class ProvedTarget:
 
     def _run_alone(self, plan: Plan) -> Tensor:
         """Run roots by the model's own forward, and keep their logits for a proof."""
-        roots = [*plan.trees.values()]
-        target = self._target
-        logits = target.forward_roots(roots, by_view=self._is_around)
+        roots, target = [*plan.trees.values()], self._target
+        if self._is_around and target.verification == "tree":
+            logits = target.forward(target.inputs(roots))
+        else:
+            logits = target.forward_roots(roots)
         before = {(row, len(row.token_ids) - 2) for row in plan.trees}
         self._alone = {at: self._alone[at] for at in before & self._alone.keys()}
         for column, row in enumerate(plan.trees):

@@ -108,12 +108,8 @@ class Target(ABC):
         """
 
     @abstractmethod
-    def forward_roots(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
-        """Run one root per row as `generate` runs single tokens; may be discarded.
-
-        Args:
-            by_view: whether to run by the view that verifies trees instead.
-        """
+    def forward_roots(self, roots: Sequence[Tree]) -> Tensor:
+        """Run one root per row as `generate` runs single tokens; may be discarded."""
 
     @abstractmethod
     def discard(self) -> None:

@@ -151,7 +151,7 @@ class ChainTarget(Target):
         logits: Tensor = output.logits
         return logits[:, logits.shape[1] - (width - num_run) :]
 
-    def forward_roots(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
+    def forward_roots(self, roots: Sequence[Tree]) -> Tensor:
         """Run roots, keeping the states before them and before the previous token."""
         inputs = self.inputs(roots)
         before = None if self._cache is None else saved(self._cache[1])

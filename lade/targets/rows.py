@@ -192,13 +192,11 @@ class RowsTarget(Target):
             for target in self._all:
                 target.join(call)
 
-    def forward_roots(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
+    def forward_roots(self, roots: Sequence[Tree]) -> Tensor:
         """Run the first row's root as `generate` runs single tokens, and other roots as trees.
 
         After a plain prefill, run all roots as `generate` does.
         """
-        if by_view:
-            return self.forward(self.inputs(roots))
         if self._is_plain:
             return self._together(roots)
         first, *others = self._rows

@@ -153,10 +153,8 @@ class StaticTarget(TreeTarget):
         logits: Tensor = run(**inputs).logits[:, : self._num_nodes]
         return logits.clone()  # the next step may overwrite what this one returns
 
-    def forward_roots(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
+    def forward_roots(self, roots: Sequence[Tree]) -> Tensor:
         """Run a root by the model itself, unless its attention takes no masks."""
-        if by_view:
-            return self.forward(self.inputs(roots))
         takes_masks = (attention_of(self._model) or "eager") in MASK_IS_ADDED
         return self._run(self._plain_view if takes_masks else self._view, self._padded(roots[0], 1))
 

@@ -334,10 +334,8 @@ class TreeTarget(Target):
         self._last_inputs = inputs
         return logits
 
-    def forward_roots(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
+    def forward_roots(self, roots: Sequence[Tree]) -> Tensor:
         """Run a root by the model itself, which prepares it unless its attention needs a mask."""
-        if by_view:
-            return self.forward(self.inputs(roots))
         if self._is_uniform or (attention_of(self._model) or "eager") in _KNOW_WINDOWS:
             new = self._input_ids.new_zeros((1, self.cache.length + 1 - self._num_prefilled))
             new[:, -1] = integers_on(self.device, [roots[0].token_ids[0]])
