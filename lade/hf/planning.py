@@ -18,7 +18,7 @@ from lade.probing.plan import choose_verification, why_not_run
 from lade.probing.proof import DISTANCE, Distances, ProvedTarget
 from lade.probing.rules import cache_kind_of, excluded_by, why_not_static
 from lade.probing.settling import ready
-from lade.probing.user_code import AROUND, has_user_inputs
+from lade.probing.user_code import AROUND
 from lade.targets.base import Target
 from lade.targets.inputs import is_text_alone, sees_its_ends
 from lade.targets.parts import TREE_SDPA
@@ -103,7 +103,6 @@ def _engine_call(call: Call) -> EngineCall | None:
         or is_in_event_loop()
         or torch.is_autocast_enabled(call.input_ids.device.type)
         or has_custom_generate(call.model)
-        or has_user_inputs(call.model)
     )
     return None if is_apart else current_call()
 

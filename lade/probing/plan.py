@@ -22,12 +22,7 @@ from lade.probing.profile import (
 )
 from lade.probing.rules import WITHOUT_CACHE, refuse_encoder_decoder
 from lade.probing.selfcheck import NoVerdictError, check
-from lade.probing.user_code import (
-    has_user_experts,
-    has_user_inputs,
-    has_user_masks,
-    user_loop_of,
-)
+from lade.probing.user_code import has_user_experts, has_user_masks, user_loop_of
 from lade.targets.layout import takes_parts
 
 NO_ROWS = "rows of a batch are verified as trees"
@@ -101,8 +96,6 @@ def why_never(model: Model, profile: Profile) -> dict[Verification, str]:
     if has_user_experts(model):
         # They see all tokens of a forward, and may drop some of many: a proof of few is no proof.
         return dict.fromkeys(SPECULATING, "its experts are computed by your own code")
-    if has_user_inputs(model):
-        return {"tree": "its prepare_inputs_for_generation is your own code"}
     # Trees bring lade's masks, but forwards of `generate` have the user's.
     return {"tree": "its masks are made by your own code"} if has_user_masks(model) else {}
 

@@ -33,7 +33,7 @@ from lade.compat.closeness import is_exact_in
 from lade.config import SPECULATING, Verification
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.probing.profile import CacheKind
-from lade.probing.user_code import has_user_inputs, is_code
+from lade.probing.user_code import is_code
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, num_slots_of
 from lade.targets.kv_cache import kind_of
 from lade.targets.layout import MAX_OVERHANG, rope_of
@@ -233,8 +233,6 @@ def excluded_by(
             excluded.setdefault(verification, str(reason))
 
     uses_cache, kind = model_kwargs.get("use_cache", True), cache_kind_of(model_kwargs)
-    if has_user_inputs(model) and not uses_cache:
-        exclude("your own code prepares the inputs of whole texts", *SPECULATING)
     exclude(why_not_speculate(model, lengths), *SPECULATING)
     exclude(_needs_more(model, input_ids, model_kwargs), *SPECULATING)
     exclude(why_no_tree(model, lengths), "tree")

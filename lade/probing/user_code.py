@@ -53,6 +53,7 @@ _SITES = tuple(
 # If user code replaces one of these, `generate` runs another loop than lade's: methods of a model,
 # functions of torch, and all of caches, since lade has its own caches and rolls them back.
 _OF_LOOP = ("_prefill", "_sample", "_update_model_kwargs_for_generation")
+_OF_LOOP += ("prepare_inputs_for_generation",)
 _CHOOSING = {(functional, "softmax"), (torch, "multinomial"), (torch, "argmax")}
 _CACHES, _MASKS = "transformers.cache_utils", "transformers.masking_utils"
 
@@ -225,11 +226,6 @@ def has_user_masks(model: Model) -> bool:
 def has_user_experts(model: Model) -> bool:
     """Return whether user code, under a name of transformers' experts interface, runs experts."""
     return any(map(is_users, registered_of(model)["experts"]))
-
-
-def has_user_inputs(model: Model) -> bool:
-    """Return whether user code prepares the inputs of forwards."""
-    return _is_user_method(model, "prepare_inputs_for_generation")
 
 
 def _is_user_method(model: Model, name: str) -> bool:
