@@ -71,9 +71,7 @@ def _verification(call: Call) -> tuple[VerificationPlan, EngineCall | None]:
         config=config,
         num_rows=call.num_rows,
         cache=cache_kind_of(call.model_kwargs),
-        excluded=excluded_by(
-            *(model, call.input_ids, call.options, call.model_kwargs, lengths, call.user_code)
-        ),
+        excluded=excluded_by(model, call.input_ids, call.model_kwargs, lengths, call.user_code),
         execution=execution,
         profile=profile,
     )

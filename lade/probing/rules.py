@@ -22,7 +22,6 @@ from lade.compat import (
     CACHE,
     INDEXERS_TAKE_MASKS,
     Model,
-    device_of_inputs,
     has_adapters,
     has_hook,
     may_be_users,
@@ -162,18 +161,11 @@ def why_no_tree(model: Model, lengths: Lengths) -> str | None:
     return f"its queries are scaled by cache slot, and the scale changes at multiples of {scale}"
 
 
-def longest_draft(model: Model, num_tokens: int, cache: Any, lengths: Lengths) -> int:
-    """Return the maximum total length a draft may reach, prompt included.
+def longest_draft(model: Model, num_tokens: int, lengths: Lengths) -> int:
+    """Return the maximum total length a draft may reach, prompt of `num_tokens` included.
 
     Learned positions are limited, and a draft must not need more of them than standard decoding;
-    nor may it reach the length where a dynamic rotary embedding depends on each forward's length,
-    or the end of a static cache.
-
-    Args:
-        model: of the call.
-        num_tokens: of the prompt.
-        cache: that `generate` has prepared for it, or None.
-        lengths: of the call.
+    nor may it reach the length where a dynamic rotary embedding depends on each forward's length.
     """
     config = model.config.get_text_config(decoder=True)
     limits: list[int | None] = [getattr(config, "max_position_embeddings", None)]
@@ -181,10 +173,6 @@ def longest_draft(model: Model, num_tokens: int, cache: Any, lengths: Lengths) -
     if rope is not None and rope[0] == "dynamic":
         limits.append(rope[1])
     left = [max(0, limit - lengths.first_position) for limit in limits if limit is not None]
-    if isinstance(cache, StaticCache):
-        whole = [layer for layer in cache.layers if not getattr(layer, "is_sliding", False)]
-        sizes = [layer.max_cache_len for layer in whole if hasattr(layer, "max_cache_len")]
-        left += [size - lengths.num_slots for size in sizes]
     return num_tokens + min([lengths.num_new, *left])
 
 
@@ -220,7 +208,6 @@ def cache_kind_of(model_kwargs: dict[str, Any]) -> CacheKind:
 def excluded_by(
     model: Model,
     input_ids: Tensor,
-    config: GenerationConfig,
     model_kwargs: dict[str, Any],
     lengths: Lengths,
     user_code: str | None,
@@ -247,6 +234,7 @@ def excluded_by(
             exclude("without a cache, its token types may let tokens see later ones", *SPECULATING)
     elif kind == "static":
         exclude(_why_not_moved(cache, lengths, len(input_ids)), "tree")
+        exclude("its cache is static", "chain", "snapshot")
     elif type(cache) is not DynamicCache:
         exclude(f"its cache is a {type(cache).__name__}", "tree")
     elif any(
@@ -262,16 +250,6 @@ def excluded_by(
         exclude(_why_unusual(text_config, cache), *SPECULATING)
         exclude(why_not_croppable(cache), "chain")
         exclude(why_not_savable(cache), "snapshot")
-    if kind == "static":
-        if device_of_inputs(model).type == "cuda" and not config.disable_compile:
-            # `generate` compiles it.
-            exclude("its forwards would not be compiled", "chain", "snapshot")
-        if lengths.first_position > input_ids.shape[1]:
-            # Beside convolutions, masks are made of positions, and would show slots without tokens.
-            has_states = any(type(each) is LinearAttentionLayer for each in cache.layers)
-            exclude("its positions are beyond its slots" if has_states else None, "chain")
-        if "local" in (getattr(text_config, "attention_layers", None) or ()):
-            exclude("its local layers mask by the size of a static cache", *SPECULATING)
     if cache is not None and not uses_cache:
         exclude("a cache was passed, and use_cache=False", *SPECULATING)
     if user_code is not None and mesh_of(model) is not None:

@@ -15,7 +15,6 @@ from transformers.cache_utils import (
     DynamicLayer,
     EncoderDecoderCache,
     LinearAttentionCacheLayerMixin,
-    StaticLayer,
 )
 
 from lade.compat import CACHE_NAMES, WINDOWS_GROW
@@ -60,7 +59,7 @@ def why_not_croppable(cache: Any) -> str | None:
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             if _may_have_state(layer):
                 return "it keeps a recurrent state, from which no token can be taken"
-        elif kind_of(layer) is None and type(layer) is not StaticLayer:
+        elif kind_of(layer) is None:
             return f"its cache has layers of {type(layer).__name__}"
     return None
 
@@ -81,10 +80,7 @@ def record_past(cache: Any, is_on: bool) -> None:
 def crop(cache: Any, num_tokens: int) -> None:
     """Drop the newest `num_tokens` tokens; must follow every forward, even to drop none."""
     for layer in _layers(cache):
-        if isinstance(layer, StaticLayer):
-            if layer.is_initialized:
-                layer.cumulative_length.sub_(num_tokens)  # later slots are overwritten
-        elif not isinstance(layer, LinearAttentionCacheLayerMixin) or layer.record_past:
+        if not isinstance(layer, LinearAttentionCacheLayerMixin) or layer.record_past:
             layer.crop(-num_tokens)
 
 
@@ -137,9 +133,7 @@ def _saved_layer(layer: Any) -> Any:
     if not is_known:
         return copy.deepcopy(layer)  # a model's own class; may hold anything
     twin = copy.copy(layer)
-    # A static layer writes after the tokens that it holds, where the snapshot does not look.
-    holds_keys = isinstance(layer, DynamicLayer) or type(layer) is StaticLayer
     for name, value in vars(layer).items():
-        if not (holds_keys and name in ("keys", "values")):
+        if not (isinstance(layer, DynamicLayer) and name in ("keys", "values")):
             setattr(twin, name, tree_map_only(Tensor, Tensor.clone, value))
     return twin
