@@ -118,8 +118,8 @@ class Engine:
         self._running: list[EngineCall] = []
         self._held: Counter[str] = Counter()  # tokens, by owner
         self._ready = deque[EngineCall]()
-        self._asking: list[EngineCall] = []
-        self._prefilling: list[EngineCall] = []  # that want to run a prefill chunk
+        self.asking: list[EngineCall] = []  # that wait for a forward
+        self.prefilling: list[EngineCall] = []  # that want to run a prefill chunk
         self._prefill_left = self.prefill_chunk  # prompt tokens that the next forward still takes
         self._num_reserved = 0  # prompt tokens that the next forward has
 
@@ -320,13 +320,13 @@ class Engine:
         """Have calls run until all need a forward, and run it."""
         while self._ready:
             self._resume(self._ready.popleft())
-        if not self._asking and not self._prefill_left:
+        if not self.asking and not self._prefill_left:
             self._prefill_left = self.prefill_chunk
-        while self._prefilling and self._prefill_left:
-            call = min(self._prefilling, key=lambda each: each.num_left - each.num_before)
-            self._prefilling.remove(call)
+        while self.prefilling and self._prefill_left:
+            call = min(self.prefilling, key=lambda each: each.num_left - each.num_before)
+            self.prefilling.remove(call)
             self._resume(call)
-        if self._asking:
+        if self.asking:
             self._forward()
 
     def _resume(self, call: "EngineCall") -> None:
@@ -345,7 +345,7 @@ class Engine:
 
     def _forward(self) -> None:
         """Run the forward pass that the calls ask for, and learn how long prompts take."""
-        calls, self._asking = self._asking, []
+        calls, self.asking = self.asking, []
         begin = perf_counter()
         with self._forwarding:
             try:
@@ -366,17 +366,8 @@ class Engine:
 
     # --- runs in a call's coroutine -----------------------------------------------------------
 
-    def ask(self, call: "EngineCall") -> None:
-        """Suspend a call until the parts of its forward pass, `call.asked`, have run."""
-        self._wait_in(self._asking, call)
-
-    def wait_to_prefill(self, call: "EngineCall") -> None:
-        """Suspend a call until a step can take a prefill chunk."""
-        self._wait_in(self._prefilling, call)
-
-    def _wait_in(self, waiting: list["EngineCall"], call: "EngineCall") -> None:
-        """Put the running call into a queue, and switch to the engine until it is resumed."""
-        waiting.append(call)
+    def suspend(self) -> None:
+        """Switch from the running call, which is in a queue, to the engine until it is resumed."""
         with torch.inference_mode(False):  # the calls that run next may be in another mode
             parent = getcurrent().parent
             assert parent is not None
@@ -388,7 +379,7 @@ class Engine:
         left = self._prefill_left - num
         self._prefill_left = 0 if left < _LEAST_CHUNK else left
         self._num_reserved += num
-        for call in self._prefilling:
+        for call in self.prefilling:
             call.num_before += num
         return num
 
@@ -535,7 +526,8 @@ class EngineCall:
         """
         self.engine.is_joint = True
         self.asked = parts
-        self.engine.ask(self)
+        self.engine.asking.append(self)
+        self.engine.suspend()
         results, self.asked, self.results = self.results, (), ()
         for result in results:
             if isinstance(result, BaseException):
@@ -552,7 +544,8 @@ class EngineCall:
             Number of prompt tokens that the next forward must run, from 1 to `num_tokens`.
         """
         self.num_left = num_tokens
-        self.engine.wait_to_prefill(self)
+        self.engine.prefilling.append(self)
+        self.engine.suspend()
         return self.engine.reserve(num_tokens)
 
     @property
@@ -564,11 +557,6 @@ class EngineCall:
     def marginal_cost(self) -> float | None:
         """Expected tokens that a draft token must add to pay; None for a call alone."""
         return self.engine.forwards.marginal_cost if self.has_batch_mates else None
-
-    @property
-    def prefill_chunk(self) -> int:
-        """Number of prompt tokens in a prefill chunk."""
-        return self.engine.prefill_chunk
 
 
 class _Coroutine(greenlet):

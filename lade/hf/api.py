@@ -252,7 +252,7 @@ class _WrappedGenerate:
 
     def __call__(self, *args: Any, **generate_kwargs: Any) -> Any:
         """Generate; takes the arguments of `generate` and of `lade.generate`."""
-        given = Arguments.taken_from(generate_kwargs)
+        given = Arguments(*(generate_kwargs.pop(name, None) for name in Arguments._fields))
         custom = generate_kwargs.get("custom_generate")
         if custom is not None:  # the caller has chosen a decoding function
             if custom is decode and "assistant_model" in generate_kwargs:

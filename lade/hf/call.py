@@ -51,11 +51,6 @@ class Arguments(NamedTuple):
     on_step: OnStep | None = None
     prediction: Predicted | None = None
 
-    @classmethod
-    def taken_from(cls, generate_kwargs: dict[str, Any]) -> "Arguments":
-        """Remove lade's arguments from the arguments of a call, and return them."""
-        return cls(*(generate_kwargs.pop(name, None) for name in cls._fields))
-
     def checked(self, tokenizer: Any = None) -> "Arguments":
         """Return the same with the prediction as token ids, None if it is empty.
 

@@ -20,7 +20,7 @@ from lade.probing.rules import cache_kind_of, excluded_by, why_not_static
 from lade.probing.settling import ready
 from lade.probing.user_code import AROUND
 from lade.targets.base import Target
-from lade.targets.inputs import is_text_alone, sees_its_ends
+from lade.targets.inputs import is_text_alone
 from lade.targets.parts import TREE_SDPA
 from lade.targets.rows import RowsTarget
 from lade.targets.trees import TreeTarget
@@ -119,12 +119,13 @@ def proved(call: Call, target: Target) -> ProvedTarget:
     """Return a call's target, proved where that is due."""
     # In a batch, code around forwards sees rows where `generate` has a batch.
     is_around = call.user_code == AROUND and call.num_rows == 1
+    mask = call.model_kwargs.get("attention_mask")
+    sees_ends = mask is None or mask.dim() != 2 or bool(mask[:, -1].all())
     return ProvedTarget(
         call.model,
         target,
         _distances(call, target),
-        may_repeat_prompts=is_text_alone(call.model_kwargs)
-        and sees_its_ends(call.model_kwargs.get("attention_mask")),
+        may_repeat_prompts=is_text_alone(call.model_kwargs) and sees_ends,
         is_plain=call.user_code is not None and not is_around,
         is_around=is_around,
     )

@@ -130,9 +130,9 @@ class ProvedTarget:
         self.num_forwards, self.num_run = 0, 0.0
 
     @property
-    def extra_sec(self) -> float:
-        """Extra seconds of the last forward over others of its size; infinite if unknown."""
-        return math.inf if self._is_alone or self._num_before else self._target.extra_sec
+    def is_untimed(self) -> bool:
+        """Whether the last forward took more time than others of its size."""
+        return self._is_alone or self._num_before > 0 or self._target.is_untimed
 
     @_verifying
     def prefill(self) -> Tensor:

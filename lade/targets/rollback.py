@@ -57,17 +57,13 @@ def why_not_croppable(cache: Any) -> str | None:
         return "its cache is offloaded"
     for layer in cache.layers:
         if isinstance(layer, LinearAttentionCacheLayerMixin):
-            if _may_have_state(layer):
+            # A new layer may get a state in its first forward.
+            is_new = not any(layer.is_conv_states_initialized.values())
+            if is_new or any(layer.is_recurrent_states_initialized.values()):
                 return "it keeps a recurrent state, from which no token can be taken"
         elif kind_of(layer) is None:
             return f"its cache has layers of {type(layer).__name__}"
     return None
-
-
-def _may_have_state(layer: Any) -> bool:
-    """Return whether a layer has a recurrent state, or may get one in its first forward."""
-    is_new = not any(layer.is_conv_states_initialized.values())
-    return is_new or any(layer.is_recurrent_states_initialized.values())
 
 
 def record_past(cache: Any, is_on: bool) -> None:

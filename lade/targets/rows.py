@@ -133,9 +133,9 @@ class RowsTarget(Target):
             for row, logits in zip(group, ends, strict=True):
                 last[row] = logits
         for row, original in enumerate(self._originals):
-            mine, theirs = self._all[row], self._all[original]
             if row != original:
-                mine.follow(theirs)
+                self._all[row].cache.take_over(self._all[original].cache)
+                self._all[row].begin()
                 last[row] = last[original]
         return torch.cat(last, dim=1)
 

@@ -118,7 +118,7 @@ class StaticTarget(TreeTarget):
     def forward(self, inputs: Any) -> Tensor:
         """Run the model on a step, compiled if it has one of the shapes."""
         shape = inputs["input_ids"].shape[1], self.cache.num_slots
-        is_listed, self._is_untimed = shape[0] in WIDTHS and shape[1] in LENGTHS, False
+        is_listed, self.is_untimed = shape[0] in WIDTHS and shape[1] in LENGTHS, False
         if self._is_compiled and is_listed and self._steps.why_not is None:
             with Attempt(even_memory=True) as attempt:
                 return self._compiled(shape, inputs)
@@ -137,7 +137,7 @@ class StaticTarget(TreeTarget):
         key, runs = (shape, self.attention, str(options)), self._steps.runs
         if key in runs:
             return self._run(runs[key], inputs)
-        self._is_untimed = True
+        self.is_untimed = True
         expected = logits = self._run(self._view, inputs)
         run = torch.compile(self._view.forward, **options)
         for _ in range(_NUM_RUNS.get(self.device.type, 1)):

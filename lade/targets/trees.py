@@ -185,7 +185,7 @@ class TreeTarget(Target):
         """
         num_tokens, start = self._input_ids.shape[1], self.cache.get_seq_length()
         logits = None
-        if num_tokens - start <= call.prefill_chunk and not call.has_batch_mates:
+        if num_tokens - start <= call.engine.prefill_chunk and not call.has_batch_mates:
             return None
         while start < num_tokens:
             num = call.reserve(num_tokens - start)
@@ -251,7 +251,7 @@ class TreeTarget(Target):
             CACHE: self.cache,
             **_OF_FORWARD,
         }
-        part = self._as_part(self._view, inputs, is_prompt=True)
+        part = self.part(inputs, is_prompt=True)
         if not self._is_uniform:
             part.kind = self  # it runs alone: tokens that left a window cannot be put back
         return part
@@ -262,11 +262,6 @@ class TreeTarget(Target):
         if positions is None or self.padding is not None or self.cache.get_seq_length():
             return None
         return self._prompt_part(positions, 0, self._input_ids.shape[1])
-
-    def follow(self, other: "TreeTarget") -> None:
-        """Copy the cache of another target that has run an equal prompt."""
-        self.cache.take_over(other.cache)
-        self.begin()
 
     def next_position(self) -> Tensor:
         """Return the position of the next token, int64 [1, 1]."""
@@ -298,7 +293,7 @@ class TreeTarget(Target):
         if self._engine_call is None:
             return self._run(view, inputs)
         logits: Tensor
-        (logits,) = self.ask(self._engine_call, [self._as_part(view, inputs)])
+        (logits,) = self.ask(self._engine_call, [self.part(inputs, view)])
         return logits
 
     def _run(self, view: Model, inputs: Mapping[str, Any]) -> Tensor:
@@ -308,16 +303,15 @@ class TreeTarget(Target):
         logits: Tensor = view(**inputs).logits
         return logits
 
-    def part(self, inputs: dict[str, Any]) -> Part:
-        """Return a step as a part of a forward."""
-        return self._as_part(self._view, inputs)
-
-    def _as_part(self, view: Model, inputs: dict[str, Any], is_prompt: bool = False) -> Part:
+    def part(
+        self, inputs: dict[str, Any], view: Model | None = None, is_prompt: bool = False
+    ) -> Part:
+        """Return a step, or a prefill chunk, as a part of a forward; by the view for trees."""
         is_inference = torch.is_inference_mode_enabled()
         shape = inputs["position_ids"].dim(), *sorted(inputs)
         kind = (id(self._model), self.attention, self._fast_views, is_inference, *shape)
-        num = self._num_committed
-        return Part(kind, view, inputs, self.discard, num, is_prompt, is_inference)
+        ways = self.discard, self._num_committed, is_prompt, is_inference
+        return Part(kind, self._view if view is None else view, inputs, *ways)
 
     def join(self, call: EngineCall) -> None:
         """Run forwards together with other calls of the model, if that is exact."""
