@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from lade.batch import Batch
@@ -29,13 +30,6 @@ class GenerateOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
     """The result with `return_dict_in_generate=True`; it has an attribute `stats`."""
 
     stats: DecodeStats
-
-    @classmethod
-    def of(cls, stats: DecodeStats, **fields: Any) -> "GenerateOutput":
-        """Return a result with these fields."""
-        output = cls(**fields)
-        output.stats = stats
-        return output
 
 
 class Generation:
@@ -113,20 +107,17 @@ class Generation:
         say_why_eager(call, target)
         if target.verification == "tree" and call.config.uses_kernels:
             say_why_by_torch(call)
-        return self._result(stats)
+        scores = {name: outputs.get(name) for name in ("scores", "logits")}
+        return self._result(stats, batch.sequences(), **scores, **{CACHE: self._cache})
 
-    def _result(self, stats: DecodeStats) -> Any:
+    def _result(self, stats: DecodeStats, sequences: Tensor, **fields: Any) -> Any:
         """Return the text, and with it what else was asked for."""
-        sequences, outputs = self._batch.sequences(), self._outputs
         if not self._call.returns_dict:
             return sequences
-        stats.arithmetic = self._arithmetic
-        scores = {name: outputs.get(name) for name in ("scores", "logits")}
-        return GenerateOutput.of(stats, sequences=sequences, **scores, **{CACHE: self._cache})
-
-    @property
-    def _arithmetic(self) -> str:
-        return str(dtype_of(self._call.model)).removeprefix("torch.")
+        stats.arithmetic = str(dtype_of(self._call.model)).removeprefix("torch.")
+        output = GenerateOutput(sequences=sequences, **fields)
+        output.stats = stats
+        return output
 
     def _decode_standard(self) -> Any:
         """Decode as `generate` does, if no method can verify drafts."""
@@ -142,9 +133,8 @@ class Generation:
         """Return the output of standard decoding with `stats`, without a cache that lade keeps."""
         if not self._call.returns_dict:
             return output
-        stats.arithmetic = self._arithmetic
         no_cache = {} if self._reuse is None else {CACHE: None}
-        return GenerateOutput.of(stats, **{**output, **no_cache})
+        return self._result(stats, **{**output, **no_cache})
 
     def _keep(self, reuse: Reuse, token_ids: Sequence[int], target: Target | None = None) -> None:
         """Keep the KV cache of a text for later calls; the caller gets none.

@@ -10,7 +10,6 @@ from transformers import GenerationConfig
 from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
-    LinearAttentionLayer,
     StaticCache,
     StaticLayer,
     StaticSlidingWindowLayer,
@@ -36,7 +35,7 @@ from lade.probing.user_code import is_code
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, num_slots_of
 from lade.targets.kv_cache import kind_of
 from lade.targets.layout import MAX_OVERHANG, rope_of
-from lade.targets.rollback import cache_in, length_of, why_not_croppable, why_not_savable
+from lade.targets.rollback import cache_in, length_of, why_not_croppable
 from lade.targets.static import is_too_long
 
 # Methods that a call without a cache cannot use.
@@ -54,8 +53,6 @@ _CONTINUED = {
     "output_attentions",
     "output_hidden_states",
 }
-# Layers that keep every token. Any layer of a model may be one: masks limit what it sees.
-_FULL = (DynamicLayer, StaticLayer)
 # Layers that are copied to memory of lade's, and filled in the end.
 _STATIC = (StaticLayer, StaticSlidingWindowLayer)
 # Inputs that show how positions are counted in the prompt; every forward gets its positions.
@@ -237,19 +234,13 @@ def excluded_by(
         exclude("its cache is static", "chain", "snapshot")
     elif type(cache) is not DynamicCache:
         exclude(f"its cache is a {type(cache).__name__}", "tree")
-    elif any(
-        kind_of(layer) is None and type(layer) is not LinearAttentionLayer  # see `tree_layout`
-        for layer in cache.layers
-    ):
-        exclude("its cache has layers that cannot hold a tree", "tree")
-    elif cache.offloading:
-        exclude("its cache is offloaded", "tree")
     if cache is not None and type(cache) not in (DynamicCache, StaticCache):
         exclude(f"{CACHE} is a {type(cache).__name__}", *SPECULATING)
-    elif cache is not None and (may_be_users(cache) or cache.offloading):
+    elif cache is not None and cache.offloading:
+        exclude("its cache is offloaded", *SPECULATING)
+    elif cache is not None and may_be_users(cache):
         exclude(_why_unusual(text_config, cache), *SPECULATING)
         exclude(why_not_croppable(cache), "chain")
-        exclude(why_not_savable(cache), "snapshot")
     if cache is not None and not uses_cache:
         exclude("a cache was passed, and use_cache=False", *SPECULATING)
     if user_code is not None and mesh_of(model) is not None:
@@ -261,11 +252,8 @@ def excluded_by(
 def _why_not_moved(cache: StaticCache, lengths: Lengths, num_rows: int) -> str | None:
     """Return why a static cache cannot be copied, and filled in the end, or None."""
     unknown = {type(layer).__name__ for layer in cache.layers if type(layer) not in _STATIC}
-    if unknown or cache.offloading or num_rows > 1:
-        what = ", ".join(sorted(unknown)) or (
-            "several rows" if num_rows > 1 else "offloaded layers"
-        )
-        return f"its static cache has {what}"
+    if unknown or num_rows > 1:
+        return f"its static cache has {', '.join(sorted(unknown)) or 'several rows'}"
     sizes = [layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer]
     if lengths.num_slots + lengths.num_new - 1 > min(sizes, default=math.inf):
         return "its static cache is shorter than its text may become"
@@ -330,9 +318,11 @@ def _why_unusual(config: Any, cache: Any) -> str | None:
         return "your own code runs in its cache"
     is_static = type(cache) is StaticCache
     made = StaticCache(config, 1) if is_static else DynamicCache(config=config)
+    # It keeps every token. Any layer of a model may be one: masks limit what it sees.
+    full = StaticLayer if is_static else DynamicLayer
     for index, layer in enumerate(cache.layers):
         usual = made.layers[index] if index < len(made.layers) else None
-        if type(layer) is not type(usual) and type(layer) not in _FULL:
+        if type(layer) not in (type(usual), full):
             return f"its cache has layers of {type(layer).__name__}"
         windows = {getattr(each, "sliding_window", None) for each in (layer, usual)}
         if type(layer) is type(usual) and len(windows) > 1:

@@ -53,8 +53,6 @@ def why_not_croppable(cache: Any) -> str | None:
         cache = cache.self_attention_cache
     if not isinstance(cache, Cache):
         return f"its cache is a {type(cache).__name__}"
-    if getattr(cache, "offloading", False):
-        return "its cache is offloaded"
     for layer in cache.layers:
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             # A new layer may get a state in its first forward.
@@ -92,17 +90,6 @@ def _layers(cache: Any) -> list[Any]:
     whole = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     layers: list[Any] = whole.layers
     return layers
-
-
-def why_not_savable(cache: Any) -> str | None:
-    """Return why a cache cannot be saved before a forward, or None if it can."""
-    if getattr(cache, "offloading", False):
-        return "its cache is offloaded"
-    if isinstance(cache, Cache):
-        for layer in cache.layers:
-            if "Quantized" in type(layer).__name__:
-                return "its cache is quantized, and a forward over more tokens would round again"
-    return None
 
 
 def saved(cache: Any) -> Any:
