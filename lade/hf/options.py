@@ -67,9 +67,7 @@ def refuse_unsupported_options(model: Model, config: GenerationConfig) -> None:
     num_lookup = config.prompt_lookup_num_tokens
     if num_lookup is not None and num_lookup < 1:
         raise ValueError(f"expected prompt_lookup_num_tokens of at least 1, got {num_lookup!r}")
-    drafts = config.assistant_early_exit is not None or num_lookup is not None
-    drafts = (drafts or bool(config.use_mtp)) and mode == "assisted_generation"
-    if mode not in ("greedy_search", "sample") and not drafts:
+    if mode not in ("greedy_search", "sample", "assisted_generation"):
         raise UnsupportedOptionError(
             f"lade does not support the generation mode {mode} yet{_way_out(model)}"
         )
