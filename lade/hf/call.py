@@ -26,7 +26,6 @@ from lade.drafters.merged import takes_pool
 from lade.drafting.drafter import Drafter
 from lade.errors import UnsupportedModelError
 from lade.hf.pools import Pools, pools_of
-from lade.probing.plan import why_not_run
 from lade.probing.profile import Profile, profile_of
 from lade.probing.rules import Lengths, lengths_of
 from lade.probing.user_code import is_users, user_code_around
@@ -235,8 +234,6 @@ class Call:
     @cached_property
     def why_plain(self) -> str | None:
         """Why the call must use standard decoding, whatever its model can do; else None."""
-        if (reason := why_not_run(self.profile)) is not None:
-            return reason
         if not self.has_time:
             return _NO_TIME
         if has_adapters_by_row(self.model):

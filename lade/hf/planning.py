@@ -8,13 +8,13 @@ import torch
 
 from lade.compat import has_custom_generate, mesh_of
 from lade.compat.attempts import Attempt
-from lade.config import SPECULATING, Execution, Verification
+from lade.config import Execution, Verification
 from lade.engine.engine import EngineCall, current_call, is_in_event_loop
 from lade.errors import LadeError, MisfitError, UnsupportedModelError
 from lade.hf.call import Call
 from lade.machine.garbage import without_collection
 from lade.probing.factory import VerificationPlan, make_target
-from lade.probing.plan import choose_verification, why_not_run
+from lade.probing.plan import choose_verification
 from lade.probing.proof import DISTANCE, Distances, ProvedTarget
 from lade.probing.rules import cache_kind_of, excluded_by, why_not_static
 from lade.probing.settling import ready
@@ -40,11 +40,6 @@ def plan(call: Call) -> Target | Standard:
         LadeError: the config forbids what the call needs.
     """
     if (reason := call.why_plain) is not None:
-        if why_not_run(call.profile) is not None:
-            excluded = dict.fromkeys(SPECULATING, reason)  # raises if the config forbids it
-            choose_verification(
-                call.model, config=call.config, excluded=excluded, profile=call.profile
-            )
         return Standard({"tree": reason})
     with Attempt(LadeError, MisfitError, even_memory=True) as attempt:
         verification, engine_call = _verification(call)
