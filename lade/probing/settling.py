@@ -11,8 +11,9 @@ from transformers import GenerationConfig
 from lade.budget.seconds import Seconds
 from lade.compat import Model, device_of_inputs, mesh_of
 from lade.compat.attempts import Attempt
-from lade.compat.view import FastViews, apart
+from lade.compat.view import apart
 from lade.drafting.drafts import chain
+from lade.forward.job import FusedForwards
 from lade.forward.packed import made_whole
 from lade.probing.factory import VerificationPlan
 from lade.probing.profile import Profile
@@ -45,7 +46,7 @@ def ready(
 
 
 def _try_out(
-    views: FastViews | None, model: Model, chosen: VerificationPlan, profile: Profile
+    views: FusedForwards | None, model: Model, chosen: VerificationPlan, profile: Profile
 ) -> None:
     """Compare and time forward passes on a made-up text, before a real one comes.
 
@@ -55,7 +56,7 @@ def _try_out(
     token_ids, settings = check_tokens(model), (GenerationConfig(), chosen.attention)
     ids, nodes = torch.tensor([token_ids], dtype=torch.int64, device="cpu"), token_ids[::-1] * 8
 
-    def prefilled(fast_views: FastViews | None) -> Callable[[int], Tensor]:
+    def prefilled(fast_views: FusedForwards | None) -> Callable[[int], Tensor]:
         layout = profile.layout_of(model)
         target = TreeTarget(model, ids, {}, layout, len(nodes), *settings, fast_views)
         target.prefill(is_plain=True)
