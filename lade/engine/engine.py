@@ -9,6 +9,7 @@ passes does not see them.
 import asyncio
 import logging
 import secrets
+import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -83,7 +84,8 @@ class Engine:
     ) -> None:
         self.forwards = forwards
         self.device = device
-        self._max_calls, self._max_tokens = max_calls, max_tokens
+        self._max_calls = max_calls
+        self._max_tokens = sys.maxsize if max_tokens is None else max_tokens
         #: Whether a call was found whose forwards may run together with others.
         self.is_joint = False
         #: Prompt tokens that run between two steps, or with one; adapted to the time they take.
@@ -169,13 +171,8 @@ class Engine:
         Raises:
             LadeError: the engine takes no more calls.
         """
-        call = EngineCall(
-            self, function, self._fitting(num_tokens), owner, future or EngineFuture()
-        )
-        return self._add(call)
-
-    def _fitting(self, num_tokens: int) -> int:
-        return num_tokens if self._max_tokens is None else min(num_tokens, self._max_tokens)
+        num_tokens = min(num_tokens, self._max_tokens)
+        return self._add(EngineCall(self, function, num_tokens, owner, future or EngineFuture()))
 
     def _add(self, call: "EngineCall") -> "EngineCall":
         with self._lock:
@@ -199,7 +196,8 @@ class Engine:
         """
         if self.is_here:
             return function()
-        call = EngineCall(self, function, self._fitting(num_tokens), "", EngineFuture())
+        num_tokens = min(num_tokens, self._max_tokens)
+        call = EngineCall(self, function, num_tokens, "", EngineFuture())
         with at_turn() as caller:  # a call of another engine, if any
             if caller is None:
                 call.draws_on = True
@@ -299,7 +297,7 @@ class Engine:
 
     def _next(self) -> "EngineCall | None":
         """Return the next call that fits, and count its tokens for the calls it overtakes."""
-        max_running, most = self.max_running, self._max_tokens
+        max_running = self.max_running
         if len(self._running) >= max_running:
             return None
         of_owners = Counter(call.owner for call in self._running)
@@ -307,7 +305,7 @@ class Engine:
         for call in sorted(self._waiting, key=lambda each: self._held[each.owner]):
             if call.owner and 1 < max_running <= of_owners[call.owner] + 1:
                 continue
-            fits = most is None or max(num_taken, num_passed) + call.num_tokens <= most
+            fits = max(num_taken, num_passed) + call.num_tokens <= self._max_tokens
             if fits or call.future.cancelled():
                 for each in passed:
                     each.num_passed += call.num_tokens
