@@ -8,7 +8,7 @@ import torch
 
 from lade.compat import has_custom_generate, mesh_of
 from lade.compat.attempts import Attempt
-from lade.config import Execution, Verification
+from lade.config import Verification
 from lade.engine.engine import EngineCall, current_call, is_in_event_loop
 from lade.errors import LadeError, MisfitError, UnsupportedModelError
 from lade.hf.call import Call
@@ -59,7 +59,13 @@ def plan(call: Call) -> Target | Standard:
 def _verification(call: Call) -> tuple[VerificationPlan, EngineCall | None]:
     """Return how to verify drafts, and the engine's call whose forward passes others share."""
     model, config, profile, lengths = call.model, call.config, call.profile, call.lengths
-    execution, why_eager = _execution(call)
+    execution = call.execution
+    why_eager: str | None = None
+    if execution == "static":
+        why_eager = profile.static_steps.why_not or why_not_static(
+            model, call.num_rows, lengths.num_slots, call.user_code
+        )
+        execution = "static" if why_eager is None else "eager"
     choose = partial(
         choose_verification,
         model,
@@ -100,37 +106,23 @@ def _engine_call(call: Call) -> EngineCall | None:
     return None if is_apart else current_call()
 
 
-def _execution(call: Call) -> tuple[Execution, str | None]:
-    """Return how to execute trees, and why not as the call asks for it."""
-    if call.execution == "eager":
-        return "eager", None
-    why_eager = call.profile.static_steps.why_not or why_not_static(
-        call.model, call.num_rows, call.lengths.num_slots, call.user_code
-    )
-    return ("static" if why_eager is None else "eager"), why_eager
-
-
 def proved(call: Call, target: Target) -> ProvedTarget:
     """Return a call's target, proved where that is due."""
     # In a batch, code around forwards sees rows where `generate` has a batch.
     is_around = call.user_code == AROUND and call.num_rows == 1
+    distances: Distances | None = None
+    if mesh_of(call.model) is None and call.user_code is not None:
+        distances = Distances()
+    elif mesh_of(call.model) is None:  # shared by calls, and begins with the check
+        known = call.profile.proofs
+        distances = known.setdefault(target.verification, Distances(DISTANCE))
     mask = call.model_kwargs.get("attention_mask")
     sees_ends = mask is None or mask.dim() != 2 or bool(mask[:, -1].all())
     return ProvedTarget(
         call.model,
         target,
-        _distances(call, target),
+        distances,
         may_repeat_prompts=is_text_alone(call.model_kwargs) and sees_ends,
         is_plain=call.user_code is not None and not is_around,
         is_around=is_around,
     )
-
-
-def _distances(call: Call, target: Target) -> Distances | None:
-    """Return the distance between proofs, shared by calls unless user code takes part."""
-    if mesh_of(call.model) is not None:
-        return None
-    if call.user_code is not None:
-        return Distances()
-    first = Distances(DISTANCE)  # after the check
-    return call.profile.proofs.setdefault(target.verification, first)

@@ -19,23 +19,17 @@ class Recorded:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = dict(options)
-        self._output: Any = None  # of the last forward
+        self.output: Any = None  # of the last forward
         self._num_tokens = 0  # committed tokens that were recorded
         self._states: list[Sequence[Tensor | None]] = []  # of forwards, by layer: [1, num, size]
         self._shared: dict[str, tuple[Tensor, Tensor]] = {}  # keys and values of the whole text
-
-    def logits_of(self, output: Any) -> Tensor:
-        """Note the output of a forward; return its logits."""
-        self._output = output
-        logits: Tensor = output.logits
-        return logits
 
     def commit(self, length: int, path: Sequence[int]) -> None:
         """Record the nodes of a path of the last forward, which ran after `length` tokens.
 
         A proof runs some tokens again that are recorded already.
         """
-        output, states = self._output, self._output.hidden_states
+        output, states = self.output, self.output.hidden_states
         new = path[max(0, self._num_tokens - length) :]
         self._states.append([_at(each, 1, new) for each in states])
         self._num_tokens = max(self._num_tokens, length + len(path))

@@ -298,9 +298,11 @@ class TreeTarget(Target):
 
     def _run(self, view: Model, inputs: Mapping[str, Any]) -> Tensor:
         """Run a view alone."""
-        if self._recorded is not None:
-            return self._recorded.logits_of(view(**inputs, **self._recorded.options))
-        logits: Tensor = view(**inputs).logits
+        recorded = self._recorded
+        output = view(**inputs, **({} if recorded is None else recorded.options))
+        if recorded is not None:
+            recorded.output = output
+        logits: Tensor = output.logits
         return logits
 
     def part(
