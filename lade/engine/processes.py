@@ -50,10 +50,6 @@ def _before_fork() -> None:
             _fork.is_at_rest = False
 
 
-def _after_fork_in_parent() -> None:
-    _fork.held.close()
-
-
 def _after_fork_in_child() -> None:
     TURNS.restore()
     TURNS.__init__()  # type: ignore[misc]
@@ -68,21 +64,16 @@ def _at_exit() -> None:
     for number in range(_NUM_ROUNDS):
         deadline = monotonic() + _ROUND_SEC
         for thread in threads:
-            if number >= _FIRST_FORCED and thread.is_alive():  # in user code
-                _raise_in(thread, SystemExit)
+            if number >= _FIRST_FORCED and thread.is_alive():  # in user code, which it ends
+                ident = ctypes.c_ulong(thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
             thread.join(max(0.0, deadline - monotonic()))
-
-
-def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
-    """Raise an error in another thread as soon as it runs Python code."""
-    ident = ctypes.c_ulong(thread.ident or 0)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error))
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_before_fork,
-        after_in_parent=_after_fork_in_parent,
+        after_in_parent=lambda: _fork.held.close(),
         after_in_child=_after_fork_in_child,
     )
 atexit.register(_at_exit)
