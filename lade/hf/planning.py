@@ -14,10 +14,9 @@ from lade.errors import LadeError, MisfitError, UnsupportedModelError
 from lade.hf.call import Call
 from lade.machine.garbage import without_collection
 from lade.probing.factory import VerificationPlan, make_target
-from lade.probing.plan import choose_verification
+from lade.probing.plan import choose_verification, ready
 from lade.probing.proof import DISTANCE, Distances, ProvedTarget
 from lade.probing.rules import cache_kind_of, excluded_by, why_not_static
-from lade.probing.settling import ready
 from lade.probing.user_code import AROUND
 from lade.targets.base import Target
 from lade.targets.inputs import is_text_alone
