@@ -108,7 +108,9 @@ class Generation:
             self._cache = target.hand_over(self._cache)
         target.release()
         call.profile.is_warm = True
-        _say_why_eager(call, target)
+        if target.why_eager is not None:
+            how = f"steps of {type(call.model).__name__} eagerly, not compiled on a static cache"
+            call.warn_once(f"lade runs {how}: {target.why_eager}", RuntimeWarning)
         if target.verification == "tree" and call.config.uses_kernels:
             _say_why_by_torch(call)
         scores = {name: outputs.get(name) for name in ("scores", "logits")}
@@ -175,14 +177,6 @@ def _say_why_plain(call: Call, standard: Standard) -> None:
     name = type(call.model).__name__
     text = f"lade falls back to standard decoding for {name}, one token per forward pass. {reason}"
     call.warn_once(text, PlainDecodingWarning)
-
-
-def _say_why_eager(call: Call, target: Target) -> None:
-    """Warn once if steps were not compiled though they should be; the text is the same."""
-    if target.why_eager is not None:
-        name = type(call.model).__name__
-        text = f"lade runs steps of {name} eagerly, not compiled on a static cache: "
-        call.warn_once(text + target.why_eager, RuntimeWarning)
 
 
 def _say_why_by_torch(call: Call) -> None:

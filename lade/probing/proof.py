@@ -220,22 +220,18 @@ class ProvedTarget:
             error = self._error(logits)
             if error > self._limit:
                 return self._fail(plan, error)
-            self._proved()
+            distances = self._distances
+            assert distances is not None
+            distances.num_proofs += 1
+            distances.num_left, distances.prover = DISTANCE, None
+            self._num_left, self._num_proofs = DISTANCE, distances.num_proofs
+            self._num_wrong, self._alone = 0, {}
             logits = _without(logits, self._trees, self._num_before)
         if plan.num_tokens > 1 and self._distances is not None:
             self._num_left -= 1
             # Steps of calls that run side by side are counted once.
             self._distances.num_left = min(self._distances.num_left, self._num_left)
         return plan, logits
-
-    def _proved(self) -> None:
-        """Start the distance to the next proof."""
-        distances = self._distances
-        assert distances is not None
-        distances.num_proofs += 1
-        distances.num_left, distances.prover = DISTANCE, None
-        self._num_left, self._num_proofs = DISTANCE, distances.num_proofs
-        self._num_wrong, self._alone = 0, {}
 
     def _is_ready(self, plan: Plan) -> bool:
         """Return whether the tokens before the trees ran alone, and may run again."""
