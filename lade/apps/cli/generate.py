@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ def run(
 
     with drafting.open_pools(loaded) as pools:
         torch.manual_seed(settings.seed)
+        start = perf_counter()
         try:
             output = lade.generate(
                 loaded.model,
@@ -94,8 +96,13 @@ def run(
             _show(stream.end(is_cut=True) + "\n")
             raise
         _show(stream.end() + "\n")
-    seed = f", seed {settings.seed}" * (settings.temperature > 0)
-    console.print(f"[dim]{output.stats}{seed}[/dim]")
+        sec = perf_counter() - start
+    stats = output.stats
+    count = f"{stats.num_tokens} token{'s' * (stats.num_tokens != 1)}"
+    figures = [count, f"{stats.num_tokens / sec:.1f} tokens a second"]
+    figures.append(f"{stats.mean_accepted_tokens:.2f} tokens a step")
+    figures += [f"seed {settings.seed}"] * (settings.temperature > 0)
+    console.print(f"[dim]{', '.join(figures)}[/dim]")
 
 
 def _show(text: str) -> None:

@@ -53,7 +53,7 @@ def test_samples_are_those_of_generate_with_the_same_seed(folder: str) -> None:
     torch.manual_seed(7)
     sampling = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "top_k": 50}
     assert done.out == plain_text(folder, "abcabc", **sampling) + "\n"
-    assert "accepted, seed 7\n" in done.err
+    assert "a step, seed 7\n" in done.err
 
 
 def test_prompts_go_into_the_chat_template_unless_they_are_raw(
@@ -85,8 +85,8 @@ def test_a_prediction_is_drafted_from(folder: str, tmp_path: Path) -> None:
 
 
 def steps_of(done: Done) -> float:
-    """Return the MAT that the command printed."""
-    return float(re.findall(r"MAT ([\d.]+)", done.err)[-1])
+    """Return the tokens a step that the command printed."""
+    return float(re.findall(r"([\d.]+) a step", done.err)[-1])
 
 
 def test_one_pool_learns_and_others_are_read(folder: str, tmp_path: Path) -> None:
@@ -104,3 +104,13 @@ def test_one_pool_learns_and_others_are_read(folder: str, tmp_path: Path) -> Non
     other.save(tmp_path / "other.pool")
     done = run("generate", "abc", "--model", folder, *SHORT, "--pool", tmp_path / "other.pool")
     assert "got text of 'another'" in done.error_line
+
+
+def test_the_rate_shown_is_that_of_the_answer_alone(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = iter(range(100))
+    monkeypatch.setattr("lade.apps.cli.generate.perf_counter", lambda: float(next(ticks)))
+    assert (
+        "12 tokens, 12.0 tokens a second" in answered(folder).err
+    )  # of a second, whatever came before
