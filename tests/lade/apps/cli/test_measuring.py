@@ -44,7 +44,7 @@ def test_demo_tells_what_lade_does_and_what_that_gains(folder: str) -> None:
         "LlamaForCausalLM",
         "float32, cpu",
         f"torch {metadata.version('torch')}",
-        "Verification by tree: all candidates in one forward pass",
+        "LlamaForCausalLM verifies drafts by: tree",
     ):
         assert reported in flat
     assert len(re.findall(r"^lade +12 tokens .*x plain, same text$", done.out, re.MULTILINE)) == 2
@@ -86,15 +86,6 @@ def test_bench_prints_a_table_and_writes_everything(
     for of_methods in summary.values():
         assert [*of_methods] == ["plain", "prompt_lookup", "no_drafts", "lade", "lade_fresh"]
         assert all(entry["same_text"] == 1.0 for entry in of_methods.values())
-
-
-def test_bench_measures_beside_busy_processes(folder: str, prompts: Path, tmp_path: Path) -> None:
-    done, results = measured(folder, tmp_path / "busy.json", "--prompts", prompts, "--busy")
-    assert done.code == 0
-    loads = results["summary"]["overall"]
-    assert {*loads} >= {"plain", "lade", "plain, 1 busy", "lade, 1 busy"}
-    assert all(each["same_text"] == 1 and each["tokens_per_cpu_sec"] > 0 for each in loads.values())
-    assert re.search(r"^ *lade, 1 busy +\d+\.\d +\d+\.\d\dx ", done.out, re.MULTILINE)
 
 
 def test_what_was_measured_before_ctrl_c_is_kept(
