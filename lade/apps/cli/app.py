@@ -173,6 +173,7 @@ def bench(
     max_new_tokens: int = length(128),
     loading: LoadOptions,
     temperature: float = TEMPERATURE,
+    busy: bool = option(False, "--busy", help="Instead, compare beside busy processes."),
     json: Path | None = JSON,
 ) -> None:
     """Compare lade with plain generate and with transformers' prompt lookup, on your prompts.
@@ -191,7 +192,7 @@ def bench(
     from lade.apps.bench.prompts import DEMO_PROMPTS, read_prompts
 
     settings = Settings(max_new_tokens, temperature)
-    _measure(read_prompts(prompts or DEMO_PROMPTS), settings, loading, file=json)
+    _measure(read_prompts(prompts or DEMO_PROMPTS), settings, loading, is_busy=busy, file=json)
 
 
 def _measure(prompts: "list[Prompt]", settings: Settings, loading: LoadOptions, **how: Any) -> None:

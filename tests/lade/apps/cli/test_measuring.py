@@ -88,6 +88,15 @@ def test_bench_prints_a_table_and_writes_everything(
         assert all(entry["same_text"] == 1.0 for entry in of_methods.values())
 
 
+def test_bench_measures_beside_busy_processes(folder: str, prompts: Path, tmp_path: Path) -> None:
+    done, results = measured(folder, tmp_path / "busy.json", "--prompts", prompts, "--busy")
+    assert done.code == 0
+    loads = results["summary"]["overall"]
+    assert {*loads} >= {"plain", "lade", "plain, 1 busy", "lade, 1 busy"}
+    assert all(each["same_text"] == 1 and each["tokens_per_cpu_sec"] > 0 for each in loads.values())
+    assert re.search(r"^ *lade, 1 busy +\d+\.\d +\d+\.\d\dx ", done.out, re.MULTILINE)
+
+
 def test_what_was_measured_before_ctrl_c_is_kept(
     folder: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
