@@ -310,7 +310,7 @@ def _share(num, num_threads, unit, most):  # type: ignore[no-untyped-def]
 @inlined
 def described(g, number):  # type: ignore[no-untyped-def]
     """Return the row that describes a program, or what mixes tokens, counted from 1."""
-    address = g[w.ADDITIONS] + 8 * w.ROW_SIZE * (number - 1)
+    address = g[w.DESCRIPTIONS] + 8 * w.ROW_SIZE * (number - 1)
     return numba.carray(pointer(address), (w.ROW_SIZE,), np.int64)
 
 
@@ -366,13 +366,13 @@ def _add_biases(address, first, results, num_rows, num):  # type: ignore[no-unty
 
 
 @compiled
-def _multiply(g, inputs, num_inputs, num_rows, digits, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
+def _multiply(g, x, num_inputs, digits, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
     """Write some columns of a matrix product, plus bias.
 
-    In a stack of matrices, the columns of one follow those of another. The digits of inputs are so
+    Inputs `x` are an address, bytes from one row to the next, and the number of rows. In a stack of matrices, the columns of one follow those of another. The digits of inputs are so
     many bytes behind them. One row behind the results is memory for STRIP numbers and 16 more.
     """
-    num, x, results = until - first, (inputs, 4 * num_inputs, num_rows), (out, out_step)
+    num, results, (inputs, x_step, num_rows) = until - first, (out, out_step), x
     strip = (out + out_step * (num_rows + 1) + 63) // 64 * 64
     for row in range(num_rows):
         _fill(_row(out + out_step * row, num), _F(0))
@@ -389,38 +389,10 @@ def _multiply(g, inputs, num_inputs, num_rows, digits, of, first, until, out, ou
     else:
         weight = of[w.WEIGHT] + 4 * first * num_inputs
         for k in range(0, num_inputs, DEPTH):
-            x = inputs + 4 * k, 4 * num_inputs, num_rows
+            of_x = inputs + 4 * k, x_step, num_rows
             weights = weight + 4 * k, 4 * num_inputs, num
-            add_products(g, x, weights, results, min(DEPTH, num_inputs - k))
+            add_products(g, of_x, weights, results, min(DEPTH, num_inputs - k))
     _add_biases(of[w.BIAS], first, results, num_rows, num)
-
-
-@inlined
-def _add_low_rank(g, of, num_rows, first, until, out, out_step, scratch):  # type: ignore[no-untyped-def]
-    """Add the low-rank additions to some columns of a product."""
-    num = until - first
-    added = numba.carray(pointer(g[w.ADDITIONS]), (of[w.END_ADDED], w.ROW_SIZE), np.int64)
-    sums = _row(scratch, num)
-    for number in range(of[w.FIRST_ADDED], of[w.END_ADDED]):
-        addition = added[number]
-        rank, times = addition[w.RANK], _number(addition, w.TIMES)
-        # Ranks are small: sums run along the columns, for which the factor is turned.
-        second = numba.carray(pointer(scratch + 4 * _MOST_COLUMNS), (rank, num), np.float32)
-        for i in range(num):
-            row_of_second = _row(addition[w.WEIGHT] + 4 * (first + i) * rank, rank)
-            for k in range(rank):
-                second[k, i] = row_of_second[k]
-        for row in range(num_rows):
-            _fill(sums, _F(0))
-            start = g[w.BETWEEN] + 4 * (addition[w.BETWEEN_SIZE] * row + addition[w.START])
-            between = _row(start, rank)
-            for k in range(rank):
-                for i in range(num):
-                    sums[i] += between[k] * second[k, i]
-            _add_biases(addition[w.BIAS], first, (scratch, 0), 1, num)
-            numbers = _row(out + out_step * row, num)
-            for i in range(num):
-                numbers[i] += sums[i] * times
 
 
 @inlined
@@ -432,7 +404,7 @@ def _run_products(g, phase, of_phase, scratch):  # type: ignore[no-untyped-def]
         scratch: the thread's scratch memory.
     """
     num_rows = g[w.NUM_TOKENS] if of_phase[w.TOKENS] == w.EVERY_TOKEN else g[w.NUM_KEPT]
-    inputs, num_inputs, num_all = g[of_phase[w.GIVEN]], of_phase[w.NUM_GIVEN], of_phase[w.NUM_MADE]
+    inputs, x_step, num_all = g[of_phase[w.GIVEN]], 4 * of_phase[w.NUM_GIVEN], of_phase[w.NUM_MADE]
     target, columns = g[of_phase[w.TARGET]], of_phase[w.COLUMNS]
     num_products = of_phase[w.NUM_PRODUCTS]
     most = _MOST_COLUMNS // 2 if columns != 0 and num_products == 2 else _MOST_COLUMNS
@@ -450,10 +422,9 @@ def _run_products(g, phase, of_phase, scratch):  # type: ignore[no-untyped-def]
                 out = scratch + 4 * (before + first - start)
                 before += of[w.NUM_COLUMNS]
             if first < until:
-                x = inputs, num_inputs, num_rows, g[w.DIGITS]
-                _multiply(g, *x, of, first, until, out, out_step)
-                if of[w.FIRST_ADDED] < of[w.END_ADDED]:
-                    _add_low_rank(g, of, num_rows, first, until, out, out_step, memory)
+                x = inputs + 4 * of[w.START], x_step, num_rows
+                of_x = x, of[w.NUM_INPUTS], g[w.DIGITS]
+                _multiply(g, *of_x, of, first, until, out, out_step)
         for row in range(num_rows):
             numbers, made = scratch + out_step * row, target + 4 * (num_all * row + start)
             if columns == 0:
@@ -493,7 +464,7 @@ def _run_columns(g, number, num, start, inputs, out, memory):  # type: ignore[no
     of, (first, second) = described(g, number), inputs
     given = numba.carray(pointer(memory), (w.MOST_PLACES,), np.int64)
     given[0], given[1], given[2] = num, first, second
-    filled = 1 + of[w.NUM_INPUTS]
+    filled = 1 + of[w.NUM_JOINED]
     for each in range(of[w.NUM_CONSTANTS]):
         place = w.CONSTANTS + 2 * each
         given[filled + each] = of[place] + of[place + 1] * start
@@ -784,7 +755,7 @@ def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
             product, out = of[word : word + w.PRODUCT_SIZE], results + out_step // 2 * part
             column, columns = (2 * start, 2 * num) if alternate else (start, num)
             begin = product[w.NUM_COLUMNS] * expert + column
-            x = scratch, size, num_rows, 0
+            x = (scratch, 4 * size, num_rows), size, 0
             _multiply(g, *x, product, begin, begin + columns, out, out_step)
             begin = inner * (2 * expert + part) + column
             _add_biases(of[w.GATE_UP_BIAS], begin, (out, out_step), num_rows, columns)
@@ -816,9 +787,9 @@ def _run_out_of_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
             first, until = ends[expert], ends[expert + 1]
             if first < until:
                 digits = g[w.DIGITS] + w.DIGITS_APART * first
-                x = g[w.OF_EXPERTS] + 4 * inner * first, inner, until - first, digits
+                x = g[w.OF_EXPERTS] + 4 * inner * first, 4 * inner, until - first
                 begin, out = size * expert + start, scratch + 4 * num * first
-                _multiply(g, *x, down, begin, begin + num, out, 4 * num)
+                _multiply(g, x, inner, digits, down, begin, begin + num, out, 4 * num)
         for token in range(g[w.NUM_TOKENS]):
             sums = _row(scratch + 4 * num * num_rows, num)
             _fill(sums, _F(0))
@@ -894,7 +865,6 @@ def scratch_size(
     num_experts: int = 0,
     num_chosen: int = 0,
     head_size: int = 0,
-    between: int = 0,
     taps: int = 0,
     of_recurrence: int = 0,
     of_latents: int = 0,
@@ -903,8 +873,7 @@ def scratch_size(
     """Return the bytes of scratch memory that each thread needs."""
     of_rows += 2 * w.MOST_PLACES + 32
     of_attention = _MOST_ROWS * (BLOCK + 2 * head_size + 4)
-    of_products = (num_tokens + 2) * _MOST_COLUMNS + between * (_MOST_COLUMNS + 1) + DEPTH
-    of_products += STRIP + 16
+    of_products = (num_tokens + 2) * _MOST_COLUMNS + DEPTH + STRIP + 16
     num_choices, of_experts = num_tokens * num_chosen, 0
     if num_experts > 0:
         of_inner = num_tokens * hidden + (num_tokens + 2) * _MOST_COLUMNS + 3 * _WIDE

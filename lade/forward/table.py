@@ -29,7 +29,6 @@ from lade.forward.reading import (
     ProductsPlan,
     RowsPlan,
     RowsStep,
-    products_of,
 )
 from lade.forward.recurrence import RecurrencePlan, added_by
 
@@ -95,10 +94,9 @@ class Weights:
         self.head: Callable[[], Any] = weakref.ref(plan.head)
         lists = [plan.ahead, *(layer.phases for layer in plan.layers), plan.last]
         self.num_phases = sum(_num_rows(each) for phases in lists for each in phases)
-        # Behind phases: additions, then what describes programs, and what mixes tokens.
-        num = self.num_phases + sum(len(each.added) for each in products_of(plan))
-        self._rows = [np.zeros(words.ROW_SIZE, np.int64) for _ in range(num)]
-        self._num_filled = self._num_added = 0
+        # Behind phases: what describes programs, and what mixes tokens.
+        self._rows = [np.zeros(words.ROW_SIZE, np.int64) for _ in range(self.num_phases)]
+        self._num_filled = 0
         # Parameters by module and name, with the number of their word and an offset in bytes.
         self._slots: list[tuple[Any, ...]] = []
         self._absent: list[tuple[int, Callable[[], Any], str]] = []  # parameters that are None
@@ -156,28 +154,18 @@ class Weights:
             self.sizes[name] = max(self.sizes.get(name, 0), size)
 
     def _add_products(self, number: int, plan: ProductsPlan, by_digits: bool) -> None:
-        row, start = self._rows[number], 0
-        between = sum(y.first.out_features for x in plan.products for y in x.added)
+        row = self._rows[number]
         require(len(plan.products) <= words.MOST_PRODUCTS, "too many products have equal inputs")
         row[words.NUM_PRODUCTS], row[words.TOKENS] = len(plan.products), plan.tokens
-        row[words.GIVEN], row[words.NUM_GIVEN] = plan.given, plan.products[0].num_inputs
+        row[words.GIVEN], row[words.NUM_GIVEN] = plan.given, plan.row
         row[words.TARGET], row[words.NUM_MADE] = plan.target, plan.num_made
         row[words.COLUMNS] = self._add_columns(plan.columns)
         for index, product in enumerate(plan.products):
             word = words.PRODUCT_SIZE * index
             self._add_matrix(number, word, product.module, product.first, by_digits=by_digits)
-            row[word + words.NUM_COLUMNS] = product.num
-            row[word + words.FIRST_ADDED] = self._num_added
-            for added in product.added:
-                number_of, rank = self.num_phases + self._num_added, added.first.out_features
-                require(type(added.second) is nn.Linear, "what is added to a product is packed")
-                self._add_matrix(number_of, 0, added.second, product.first)
-                of_added = _bits(added.times), rank, start, between
-                self._rows[number_of][words.TIMES : words.BETWEEN_SIZE + 1] = of_added
-                start += rank
-                self._num_added += 1
-            row[word + words.END_ADDED] = self._num_added
-        self._need(plan.target, plan.num_made, between=between)
+            of_product = product.num, product.start, product.num_inputs
+            row[word + words.NUM_COLUMNS : word + words.NUM_INPUTS + 1] = of_product
+        self._need(plan.target, plan.num_made)
 
     def _add_mixing(self, number: int, plan: MixingPlan) -> None:
         row, (scaling, softcap, sinks) = self._rows[number], plan.settings
@@ -257,7 +245,7 @@ class Weights:
         if plan is None:
             return 0
         number, row, index = self._add_row(), self._rows[-1], len(self._rows) - 1
-        row[words.PROGRAM], row[words.NUM_INPUTS] = _columns_of(plan), plan.num_inputs
+        row[words.PROGRAM], row[words.NUM_JOINED] = _columns_of(plan), plan.num_inputs
         row[words.NUM_CONSTANTS] = len(plan.constants)
         for each, (constant, first, step) in enumerate(plan.constants):
             word = words.CONSTANTS + 2 * each
@@ -410,7 +398,7 @@ class Weights:
         return [None if each is None else vars(each)[kind] for each, kind in kinds]
 
     def table(self, held: Held, layers: tuple[int, int] | None = None) -> NDArray[np.int64]:
-        """Return the rows of all phases, of additions and descriptions, for one forward at a time.
+        """Return the rows of all phases, and the descriptions, for one forward at a time.
 
         Args:
             held: holds the weights and the words, made again only where weights have moved.
