@@ -26,6 +26,7 @@ from lade.forward._tiles import (
     LANES,
     add_products,
     add_rows,
+    as_float,
     call_compiled,
     call_with,
     compiled,
@@ -64,12 +65,6 @@ def _fused(builder: Any, of: Any) -> Any:
     return builder.fma(first, second, third)
 
 
-@instruction(types.float32, types.int32)
-def _as_float(builder: Any, bits: Any) -> Any:
-    """Return the float32 of some bits."""
-    return builder.bitcast(bits, _FLOAT)
-
-
 # --- rows ---------------------------------------------------------------------------------------
 
 
@@ -92,7 +87,7 @@ def _fill(numbers, by):  # type: ignore[no-untyped-def]
 
 @compiled
 def _number(words, index):  # type: ignore[no-untyped-def]
-    return _as_float(np.int32(words[index]))
+    return as_float(np.int32(words[index]))
 
 
 @_summing
@@ -144,7 +139,7 @@ def _mantissa(number, exponent):  # type: ignore[no-untyped-def]
 def _scale(exponent):  # type: ignore[no-untyped-def]
     """Return 2 to the power of an integer of at least -126; 0 for a lower one."""
     bounded = exponent if exponent > _F(-126) else _F(-126)
-    power = _as_float((np.int32(bounded) + np.int32(127)) << np.int32(23))
+    power = as_float((np.int32(bounded) + np.int32(127)) << np.int32(23))
     return _F(0) if exponent < _F(-126) else power
 
 
@@ -238,7 +233,7 @@ def _weigh(scores, peak, total, sums):  # type: ignore[no-untyped-def]
         exponent = _exponent(scores[i])
         relative = exponent - new_peak
         bounded = relative if relative > _F(-126) else _F(-126)
-        power = _as_float((np.int32(bounded) + np.int32(127)) << np.int32(23))
+        power = as_float((np.int32(bounded) + np.int32(127)) << np.int32(23))
         weight = _mantissa(scores[i], exponent) * power
         scores[i] = _F(0) if relative < _F(-126) else weight
 
@@ -369,8 +364,9 @@ def _add_biases(address, first, results, num_rows, num):  # type: ignore[no-unty
 def _multiply(g, x, num_inputs, digits, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
     """Write some columns of a matrix product, plus bias.
 
-    Inputs `x` are an address, bytes from one row to the next, and the number of rows. In a stack of matrices, the columns of one follow those of another. The digits of inputs are so
-    many bytes behind them. One row behind the results is memory for STRIP numbers and 16 more.
+    Inputs `x` are an address, bytes from one row to the next, and the number of rows; their digits
+    are so many bytes behind them. In a stack of matrices, the columns of one follow those of
+    another. One row behind the results is memory for STRIP numbers and 16 more.
     """
     num, results, (inputs, x_step, num_rows) = until - first, (out, out_step), x
     strip = (out + out_step * (num_rows + 1) + 63) // 64 * 64
