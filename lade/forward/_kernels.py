@@ -426,46 +426,46 @@ def _run_products(g, phase, of_phase, scratch):  # type: ignore[no-untyped-def]
             if columns == 0:
                 _copy(_row(numbers, stop - start), _row(made, stop - start))
                 continue
-            of_row = numbers, numbers + out_step // 2
-            _run_columns(g, columns, stop - start, start, of_row, made, memory)
+            given, _ = _arguments(memory)
+            given[0], given[1], given[2] = stop - start, made, numbers
+            given[3] = numbers + out_step // 2
+            _run_program(g, columns, start, start, given, 4)
             if of_phase[w.TARGET] == w.INNER:
                 _write_digits(g, made, stop - start, row)
 
 
 @compiled
-def run_rows(g, number, token, index, scratch):  # type: ignore[no-untyped-def]
-    """Run the program that a row describes, counted from 1, and return its last result's address.
+def _run_program(g, number, at, index, given, num_filled):  # type: ignore[no-untyped-def]
+    """Run the program that a row describes, counted from 1, and return its last argument.
 
     Args:
         g: the job.
         number: of the row.
-        token: number of the token.
-        index: its number in NORMED.
-        scratch: of MOST_PLACES words, and what the program needs.
+        at, index: number of the token, and its number in NORMED; or the first column.
+        given: gets the program's arguments; so many are there.
     """
     of = described(g, number)
-    given = numba.carray(pointer(scratch), (w.MOST_PLACES + 1,), np.int64)
-    given[0] = (scratch + 8 * (w.MOST_PLACES + 1) + 63) // 64 * 64
     for each in range(of[w.NUM_PLACES]):
         place = w.PLACES + 3 * each
-        at = index if of[place] == w.NORMED else token
-        given[each + 1] = g[of[place]] + of[place + 1] + of[place + 2] * at
+        step = of[place + 2] * (index if of[place] == w.NORMED else at)
+        given[num_filled + each] = g[of[place]] + of[place + 1] + step
     call_with((of[w.PROGRAM], given.ctypes.data))
-    return given[of[w.NUM_PLACES]]
+    return given[num_filled + of[w.NUM_PLACES] - 1]
 
 
 @compiled
-def _run_columns(g, number, num, start, inputs, out, memory):  # type: ignore[no-untyped-def]
-    """Run what becomes of columns from `start` on, given the row that describes it."""
-    of, (first, second) = described(g, number), inputs
-    given = numba.carray(pointer(memory), (w.MOST_PLACES,), np.int64)
-    given[0], given[1], given[2] = num, first, second
-    filled = 1 + of[w.NUM_JOINED]
-    for each in range(of[w.NUM_CONSTANTS]):
-        place = w.CONSTANTS + 2 * each
-        given[filled + each] = of[place] + of[place + 1] * start
-    given[filled + of[w.NUM_CONSTANTS]] = out
-    call_with((of[w.PROGRAM], memory))
+def _arguments(memory):  # type: ignore[no-untyped-def]
+    """Return memory for the arguments of a program, and the address of what is free behind it."""
+    num = w.MOST_PLACES + 4
+    return numba.carray(pointer(memory), (num,), np.int64), (memory + 8 * num + 63) // 64 * 64
+
+
+@compiled
+def run_rows(g, number, token, index, scratch):  # type: ignore[no-untyped-def]
+    """Run a program of a token's row, and return its last result's address."""
+    given, free = _arguments(scratch)
+    given[0] = free
+    return _run_program(g, number, token, index, given, 1)
 
 
 @inlined
@@ -759,7 +759,7 @@ def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
             gate, out = results + out_step * row, inner * (first + row) + start
             up = gate + 4 if alternate else gate + out_step // 2
             made = g[w.OF_EXPERTS] + 4 * out
-            call_compiled((of[w.GATING], num, gate, up, made))
+            call_compiled((of[w.GATING], num, made, gate, up))
             _write_digits(g, made, num, first + row)
 
 

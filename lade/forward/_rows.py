@@ -148,7 +148,7 @@ def address_of(text: str, given: Sequence[str], tables: Sequence[Sequence[int]] 
         given: source of its arguments, in which `given` has those int64.
         tables: tables of indices that it reads.
     """
-    call = f"def run(address):\n    given = carray(address, ({len(given)},), np.int64)\n"
+    call = f"def run(address):\n    given = carray(address, ({len(given) + 3},), np.int64)\n"
     call += f"    program({', '.join(given)})\n"
     with _one_by_one:
         return int(_compiled(text, call, tuple(map(tuple, tables))).address)

@@ -301,13 +301,6 @@ def _with_originals(value: Any, originals: dict[Any, Any]) -> Any:
     return originals[id(value)]
 
 
-def products_of(plan: DecoderPlan) -> list[ProductPlan]:
-    """Return the products of all layers."""
-    lists = plan.ahead, *(layer.phases for layer in plan.layers), plan.last[:-1]
-    phases = (each for phases in lists for each in phases if type(each) is ProductsPlan)
-    return [product for each in phases for product in each.products]
-
-
 class _Reader:
     """Finds the plan of one forward that was traced."""
 

@@ -80,11 +80,9 @@ READS, HEADS = range(41, 43)
 CONVOLUTION, CONVOLUTION_BIAS, TAPS = range(43, 46)
 # A program: the address of its function; how many addresses it takes; how many numbers of its last
 # result get digits, if it precedes a product; for each address, a word of the job, to whose address
-# bytes are added, and bytes from one token to the next. What is made of single columns: the
-# function; how many inputs and constants; addresses of constants, and bytes from one column to the
-# next.
+# bytes are added, and bytes from one token, or column, to the next. A program of columns has
+# addresses of constants alone.
 PROGRAM, NUM_PLACES, NUM_DIGITS, PLACES = range(4)
-NUM_JOINED, NUM_CONSTANTS, CONSTANTS = range(1, 4)
 MOST_PLACES = (ROW_SIZE - PLACES) // 3
 # Experts: as products, gate, up and down, whose columns are those of all experts, and NUM_COLUMNS
 # those of one; addresses of biases of gate and up; how the weights lie; the address of the program
