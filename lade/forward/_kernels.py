@@ -297,9 +297,15 @@ def _are_finite(address, num):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _share(num, num_threads, unit, most):  # type: ignore[no-untyped-def]
+def _share(g, num, unit, most):  # type: ignore[no-untyped-def]
     """Return how many units a thread takes at once: several pieces each, but none too small."""
-    return min(max(num // (8 * num_threads) // unit * unit, unit), most)
+    return min(max(num // (8 * g[w.NUM_THREADS]) // unit * unit, unit), most)
+
+
+@compiled
+def _columns_at_once(g, num, most):  # type: ignore[no-untyped-def]
+    """Return how many columns a thread takes at once: of whole blocks, if these have digits."""
+    return _share(g, num, _UNIT if g[w.DIGITS] == 0 else w.DIGITS_BLOCK, most)
 
 
 @inlined
@@ -404,8 +410,9 @@ def _run_products(g, phase, of_phase, scratch):  # type: ignore[no-untyped-def]
     target, columns = g[of_phase[w.TARGET]], of_phase[w.COLUMNS]
     num_products = of_phase[w.NUM_PRODUCTS]
     most = _MOST_COLUMNS // 2 if columns != 0 and num_products == 2 else _MOST_COLUMNS
-    unit = 4 if of_phase[w.TARGET] == w.SCORES else _UNIT  # there are few experts
-    step, out_step = _share(num_all, g[w.NUM_THREADS], unit, most), 4 * _MOST_COLUMNS
+    step, out_step = _columns_at_once(g, num_all, most), 4 * _MOST_COLUMNS
+    if of_phase[w.TARGET] == w.SCORES:  # there are few experts
+        step = _share(g, num_all, 4, most)
     memory = scratch + num_rows * out_step
     for start, stop in pieces(g, phase, num_all, step):
         before = 0
@@ -474,7 +481,7 @@ def _run_states(g, phase, of_phase, at_end, before, scratch):  # type: ignore[no
     tokens = of_phase[w.TOKENS]
     num = g[w.NUM_TOKENS] if tokens == w.EVERY_TOKEN else g[w.NUM_KEPT]
     kept = numba.carray(pointer(g[w.KEPT]), (num,), np.int64)
-    for start, stop in pieces(g, phase, num, _share(num, g[w.NUM_THREADS], 1, 8)):
+    for start, stop in pieces(g, phase, num, _share(g, num, 1, 8)):
         for index in range(start, stop):
             token = kept[index] if tokens == w.KEPT_TOKENS else index
             if at_end != 0:
@@ -686,7 +693,7 @@ def run_convolution(address: Any) -> None:
     """
     g, phase, _, layer, parts, caches, scratch = given_to_job(address)
     size = layer[w.ATTENDED_SIZE]
-    step = _share(size, g[w.NUM_THREADS], _UNIT, _MOST_COLUMNS)
+    step = _columns_at_once(g, size, _MOST_COLUMNS)
     for start, stop in pieces(g, phase, size, step):
         num = stop - start
         weights = _taps_of(layer, start, num, scratch)
@@ -723,7 +730,7 @@ def _inner_at_once(g, of, num_hit, num_rows):  # type: ignore[no-untyped-def]
     most = _MOST_COLUMNS // 2
     if of[w.LIES] & w.LIE_ACROSS:
         most = max(most, _WIDE // (2 * max(num_rows, 1)) // _UNIT * _UNIT)
-    step = _share(num_hit * of[w.EXPERT_INNER], g[w.NUM_THREADS], _UNIT, most)
+    step = _columns_at_once(g, num_hit * of[w.EXPERT_INNER], most)
     return step, -(-of[w.EXPERT_INNER] // step) if num_rows > 0 else 0
 
 
@@ -776,7 +783,7 @@ def _run_out_of_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     most = _MOST_COLUMNS if num_rows <= _FEW_CHOICES else _UNIT
     if of[w.LIES] & w.LIE_ACROSS:
         most = max(most, _WIDE // num_rows // _UNIT * _UNIT)
-    step = _share(size, g[w.NUM_THREADS], _UNIT, most)
+    step = _columns_at_once(g, size, most)
     for start, stop in pieces(g, phase, size, step):
         num = stop - start
         for expert in range(len(ends) - 1):  # behind its results is memory of later ones
