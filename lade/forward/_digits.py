@@ -465,7 +465,7 @@ def product_of(format_: int) -> Any:
         num_columns, y, y_step, size, sums = given[5], given[6], given[7], given[8], given[9]
         if x == 0:
             for column in range(num_columns):
-                unpack_row(w + w_step * column, size // per_block, y + y_step * column)
+                unpack_row(w + w_step * column, size, y + y_step * column)
             return
         if given[10] != 0:
             x, x_step = x + given[10], x_step + words.DIGITS_APART

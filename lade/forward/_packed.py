@@ -27,7 +27,6 @@ from lade.forward._tiles import (
     TALL,
     add_tiles,
     as_float,
-    at,
     compiled,
     instruction,
     job,
@@ -44,12 +43,13 @@ STRIP = 4 * DEPTH  # numbers that are unpacked at once
 NUM_GIVEN = 11  # arguments of a product
 _MOST_FUSED = 16 if LANES == 16 else 4  # rows; for more, 16 bits are unpacked, too
 
-_INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_INT32, _FLOAT = ir.IntType(32), ir.FloatType()
 _F, _I = np.float32, np.int32
 
 
 # --- blocks ---------------------------------------------------------------------------------------
-# Functions that unpack a block take its address, and an array of float32 for its numbers.
+# Functions that unpack a block take its address, and an array of float32 for its numbers. Loops of
+# its length become vectors when compiled; those of a known length would become single numbers.
 
 
 def half_power(build: Any, exponents: Any, integer: Callable[[int], Any]) -> Any:
@@ -70,11 +70,16 @@ def _half_power(build: Any, exponent: Any) -> Any:
     return build.bitcast(half_power(build, exponent, _INT32), _FLOAT)
 
 
-@instruction(types.float32, types.int64)
-def _half(build: Any, address: Any) -> Any:
+@instruction(types.float32, types.uint16)
+def _from_half(build: Any, bits: Any) -> Any:
+    """Return the float16 of some bits."""
+    return build.fpext(build.bitcast(bits, ir.HalfType()), _FLOAT)
+
+
+@compiled
+def _half(address):  # type: ignore[no-untyped-def]
     """Return the float16 at an address."""
-    half = build.load(at(build, address, _INT64(0), 1, ir.HalfType()), align=1)
-    return build.fpext(half, _FLOAT)
+    return _from_half(numba.carray(pointer(address), (1,), np.uint16)[0])
 
 
 @compiled
@@ -100,13 +105,16 @@ def _of_four(format_: int) -> Callable[..., None]:
         packed = _bytes(address, first + 16)
         scale = _half_power(_I(packed[0])) if is_power else _half(address)
         least = _half(address + 2) if has_least else _F(0)
-        for half in range(2):
-            for i in range(16):
+        num, fifths = len(out) // 2, np.uint32(0)
+        if has_fifth:
+            fifths = numba.carray(pointer(address + first - 4), (1,), np.uint32)[0]
+        for i in range(num):
+            for half in range(2):
                 number = _bits(packed[first + i], 4 * half, 4)
                 if has_fifth:
-                    number |= _bits(packed[first - 4 + 2 * half + i // 8], i % 8, 1) << 4
+                    number |= _bits(fifths, 16 * half + i, 1) << 4
                 level = levels[number] if has_levels else _F(_I(number - middle))
-                out[16 * half + i] = level * scale + least
+                out[num * half + i] = level * scale + least
 
     return unpack
 
@@ -115,7 +123,7 @@ def _of_eight(_: int) -> Callable[..., None]:
     @compiled
     def unpack(address, out):  # type: ignore[no-untyped-def]
         scale, numbers = _half(address), numba.carray(pointer(address + 2), (32,), np.int8)
-        for i in range(32):
+        for i in range(len(out)):
             out[i] = _F(_I(numbers[i])) * scale
 
     return unpack
@@ -126,9 +134,9 @@ def _of_sixteen(format_: int) -> Callable[..., None]:
 
     @compiled
     def unpack(address, out):  # type: ignore[no-untyped-def]
-        bits = numba.carray(pointer(address), (32,), np.uint16)
-        for i in range(32):
-            out[i] = _half(address + 2 * i) if is_half else as_float(_I(bits[i]) << _I(16))
+        bits = numba.carray(pointer(address), (len(out),), np.uint16)
+        for i in range(len(out)):
+            out[i] = _from_half(bits[i]) if is_half else as_float(_I(bits[i]) << _I(16))
 
     return unpack
 
@@ -139,24 +147,21 @@ def _of_k(format_: int) -> Callable[..., None]:
 
     @compiled
     def unpack(address, out):  # type: ignore[no-untyped-def]
-        packed, sixes, fifths = (
-            _bytes(address + first, 128),
-            _bytes(address + 4, 12),
-            _bytes(address + 16, 32),
-        )
-        scale, least = _half(address), _half(address + 2)
+        packed, fifths = _bytes(address + first, 128), _bytes(address + 16, 32)
+        sixes = _bytes(address + 4, 12)
+        scale, least, num = _half(address), _half(address + 2), len(out) // 8
         for part in range(8):
             if part < 4:
                 factor, offset = _bits(sixes[part], 0, 6), _bits(sixes[part + 4], 0, 6)
             else:
                 factor = _bits(sixes[part + 4], 0, 4) | _bits(sixes[part - 4], 6, 2) << 4
                 offset = _bits(sixes[part + 4], 4, 4) | _bits(sixes[part], 6, 2) << 4
-            of_scale, of_least = scale * _F(factor), least * _F(offset)
-            for i in range(32):
-                number = _bits(packed[part // 2 * 32 + i], part % 2 * 4, 4)
+            of_scale, of_least, by = scale * _F(factor), least * _F(offset), _I(part % 2 * 4)
+            for i in range(num):
+                number = packed[part // 2 * num + i] >> by & _I(15)
                 if has_fifth:
-                    number |= _bits(fifths[i], part, 1) << 4
-                out[32 * part + i] = _F(_I(number)) * of_scale - of_least
+                    number |= _I((fifths[i] >> _I(part) & _I(1)) << _I(4))
+                out[num * part + i] = _F(_I(number)) * of_scale - of_least
 
     return unpack
 
@@ -166,14 +171,15 @@ def _of_six_k(_: int) -> Callable[..., None]:
     def unpack(address, out):  # type: ignore[no-untyped-def]
         lower, upper = _bytes(address, 128), _bytes(address + 128, 64)
         scales = numba.carray(pointer(address + 192), (16,), np.int8)
-        scale = _half(address + 208)
-        for part in range(8):
-            half, quarter = part // 4, part % 4
-            for i in range(32):
-                number = _bits(lower[64 * half + quarter % 2 * 32 + i], quarter // 2 * 4, 4)
-                number |= _bits(upper[32 * half + i], 2 * quarter, 2) << 4
-                factor = scale * _F(_I(scales[2 * part + i // 16]))
-                out[32 * part + i] = _F(_I(number - 32)) * factor
+        scale, num = _half(address + 208), len(out) // 16
+        for part in range(16):
+            half, quarter = part // 8, part // 2 % 4
+            factor = scale * _F(_I(scales[part]))
+            for i in range(num):
+                index = 32 * half + part % 2 * num + i
+                number = _bits(lower[32 * half + quarter % 2 * 32 + index], quarter // 2 * 4, 4)
+                number |= _bits(upper[index], 2 * quarter, 2) << 4
+                out[num * part + i] = _F(_I(number - 32)) * factor
 
     return unpack
 
@@ -183,15 +189,15 @@ def _of_four_xs(_: int) -> Callable[..., None]:
 
     @compiled
     def unpack(address, out):  # type: ignore[no-untyped-def]
-        block, scale = _bytes(address, 136), _half(address)
+        block, scale, num = _bytes(address, 136), _half(address), len(out) // 16
         for part in range(8):
             six = _bits(block[4 + part // 2], part % 2 * 4, 4)
             six |= _bits(block[2 + part // 4], part % 4 * 2, 2) << 4
             factor = scale * _F(_I(six - 32))
             for half in range(2):
-                for i in range(16):
-                    number = _bits(block[8 + 16 * part + i], 4 * half, 4)
-                    out[32 * part + 16 * half + i] = levels[number] * factor
+                for i in range(num):
+                    number = _bits(block[8 + num * part + i], 4 * half, 4)
+                    out[2 * num * part + num * half + i] = levels[number] * factor
 
     return unpack
 
@@ -201,13 +207,15 @@ _UNPACK |= {F16: _of_sixteen, BF16: _of_sixteen}
 
 
 def unpacking(format_: int) -> Callable[..., None]:
-    """Return what unpacks blocks, given their address, their number, and that of float32."""
+    """Return what unpacks numbers, given their address, how many, and the address of float32."""
     unpack, (_, numbers, in_bytes) = _UNPACK.get(format_, _of_four)(format_), words.BLOCKS[format_]
 
     @compiled
-    def unpack_row(address, num_blocks, target):  # type: ignore[no-untyped-def]
+    def unpack_row(address, num, target):  # type: ignore[no-untyped-def]
+        num_blocks = num // numbers
+        of_block = num // num_blocks
         for block in range(num_blocks):
-            made = numba.carray(pointer(target + 4 * numbers * block), (numbers,), np.float32)
+            made = numba.carray(pointer(target + 4 * numbers * block), (of_block,), np.float32)
             unpack(address + in_bytes * block, made)
 
     return unpack_row  # type: ignore[no-any-return]
@@ -228,8 +236,8 @@ def product_of(format_: int) -> Any:
     """
     _, numbers, in_bytes = words.BLOCKS[format_]
     unpack_row, few, tall, whole = unpacking(format_), FEW, TALL, (ROWS, COLUMNS)
-    is_wide = format_ in (F16, BF16)
-    most_fused = _MOST_FUSED if is_wide else 0
+    is_narrow = format_ in (F16, BF16)
+    most_fused = _MOST_FUSED if is_narrow else 0
 
     def run(address: Any) -> None:
         given = numba.carray(address, (NUM_GIVEN,), np.int64)
@@ -237,7 +245,7 @@ def product_of(format_: int) -> Any:
         num_columns, y, y_step, size, strip = given[5], given[6], given[7], given[8], given[9]
         if x == 0:
             for column in range(num_columns):
-                unpack_row(w + w_step * column, size // numbers, y + y_step * column)
+                unpack_row(w + w_step * column, size, y + y_step * column)
             return
         most = whole if num_rows > most_fused else few if num_rows <= few[0] else tall
         # Few rows of inputs fit into the first cache; of many, a part does into the second one.
@@ -248,11 +256,11 @@ def product_of(format_: int) -> Any:
                 for k in range(start, min(start + outer, size), DEPTH):
                     of_x, depth = (x + 4 * k, x_step, num_rows), min(DEPTH, size - k)
                     first = w + w_step * column + k // numbers * in_bytes
-                    if is_wide and num_rows <= most_fused:
+                    if is_narrow and num_rows <= most_fused:
                         add_tiles(format_, most, of_x, (first, w_step, num), of_y, depth)
                         continue
                     for i in range(num):
-                        unpack_row(first + w_step * i, depth // numbers, strip + 4 * DEPTH * i)
+                        unpack_row(first + w_step * i, depth, strip + 4 * DEPTH * i)
                     of_w = strip, 4 * DEPTH, num
                     add_tiles(FLOAT32, whole, of_x, of_w, of_y, depth)
 

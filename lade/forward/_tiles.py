@@ -44,11 +44,13 @@ LANES = 16 if FEATURES.get("avx512f") else 8
 # A tile is the sums of ROWS rows and COLUMNS columns, held in registers: AVX-512 has 32, AVX2 16. A
 # vector that is loaded once serves several products. DEPTH inputs of each row, as many as fit into
 # the first-level cache, are summed at once.
-ROWS, COLUMNS, DEPTH = 4, 4 if LANES == 16 else 3, 1024
+ROWS, COLUMNS, DEPTH = 6 if LANES == 16 else 4, 4 if LANES == 16 else 3, 1024
 BLOCK = 64  # keys that fit into the first-level cache
 # Tiles of weights in 16 bits, each of which is widened once for all rows: of few rows, and of more.
 FEW, TALL = ((4, 4), (8, 2)) if LANES == 16 else ((4, 2), (4, 2))
-_VECTORS = 4 if LANES == 16 else 2  # vectors of values whose sums fit into registers, for ROWS rows
+_LEAST_AHEAD = 4096  # bytes, at least, that weights are prefetched
+# Rows of weighted values, and vectors of these, whose sums fit into registers.
+_WEIGHTED, _VECTORS = 4, 4 if LANES == 16 else 2
 # The same number for a single row, and how many rows ahead values are prefetched. 8 is a tenth to a
 # half faster than no prefetch, and 16 no faster, if each row lies in another page.
 _OF_ONE, _AHEAD = 8, 8
@@ -210,7 +212,8 @@ def _write_tile(build: Any, format_: int, num_rows: int, num_columns: int, given
     inputs = [build.add(x, build.mul(x_step, _INT64(row))) for row in rows]
     weights = [build.add(w, build.mul(w_step, _INT64(column))) for column in columns]
     # Each tile of these columns prefetches other columns of the next, so memory is never idle.
-    far = build.mul(w_step, _INT64(len(columns)))
+    far, least = build.mul(w_step, _INT64(len(columns))), _INT64(_LEAST_AHEAD)
+    far = build.select(build.icmp_unsigned("<", far, least), least, far)
     ahead = [
         build.select(
             build.icmp_unsigned("==", build.urem(_INT64(column), num_parts), part), far, _INT64(0)
@@ -230,13 +233,21 @@ def _write_tile(build: Any, format_: int, num_rows: int, num_columns: int, given
             for address, of_column in zip(of_row, wide, strict=True):
                 build.store(fused(build, values, of_column, build.load(address)), address)
 
-    with cgutils.for_range(build, num_lines) as lines:
-        start = build.mul(lines.index, _INT64(num))
+    def add_line(line: Any) -> None:
+        start = build.mul(line, _INT64(num))
         for column in columns:
-            line = build.add(weights[column], build.mul(start, _INT64(width)))
-            fetch(build, build.add(line, ahead[column]))
+            address = build.add(weights[column], build.mul(start, _INT64(width)))
+            fetch(build, build.add(address, ahead[column]))
         for i in range(0, num, LANES):
             add(sums, build.add(start, _INT64(i)), _FLOATS)
+
+    odd = build.and_(num_lines, _INT64(1))
+    with cgutils.for_range(build, build.lshr(num_lines, _INT64(1))) as pairs:
+        first = build.shl(pairs.index, _INT64(1))
+        add_line(first)
+        add_line(build.add(first, _INT64(1)))
+    with cgutils.for_range(build, odd):
+        add_line(build.sub(num_lines, _INT64(1)))
     results = [build.add(out, build.mul(out_step, _INT64(row))) for row in rows]
     _add_totals(build, sums, results)
     if format_ != FLOAT32:  # has whole lines
@@ -380,15 +391,15 @@ def _sum_values(builder: Any, of: Any) -> None:
 
     Args:
         builder: LLVM's.
-        of: format of the values; number of rows (1 to ROWS) and of vectors (_VECTORS or 1; for a
-            single row also _OF_ONE); address of the first weight, float32, and bytes from one row
-            to the next; address of the first value, and bytes from one value to the next; address
-            of the first result, and bytes from one row to the next; number of values; address of
-            the sums of the weights.
+        of: format of the values; number of rows (1 to _WEIGHTED) and of vectors (_VECTORS or 1;
+            for a single row also _OF_ONE); address of the first weight, float32, and bytes from one
+            row to the next; address of the first value, and bytes from one value to the next;
+            address of the first result, and bytes from one row to the next; number of values;
+            address of the sums of the weights.
     """
     format_, num_rows, num_vectors, *given = cgutils.unpack_tuple(builder, of)
     size = builder.add(builder.mul(num_rows, _INT64(16)), num_vectors)
-    sizes = [(rows, vectors) for rows in range(1, ROWS + 1) for vectors in (1, _VECTORS)]
+    sizes = [(rows, vectors) for rows in range(1, _WEIGHTED + 1) for vectors in (1, _VECTORS)]
     cases = {
         128 * of_format + 16 * rows + vectors: partial(
             _write_sums, builder, of_format, range(rows), range(vectors), given
@@ -453,10 +464,10 @@ def _add_rows(format_, weights, values, results, size, totals):  # type: ignore[
         while most > 1 and start + LANES * most > size:
             most = _VECTORS if most > _VECTORS else 1
         num_vectors = most
-        for row in range(0, num_rows, ROWS):
+        for row in range(0, num_rows, _WEIGHTED):
             of_sums = (
                 format_,
-                min(ROWS, num_rows - row),
+                min(_WEIGHTED, num_rows - row),
                 num_vectors,
                 weight + weight_step * row,
                 weight_step,
