@@ -5,7 +5,6 @@ thread takes pieces until none is left, and goes on when all are done. So a thre
 or not at all, delays no other. All numbers are float32, whatever weights are stored in.
 """
 
-import math
 from typing import Any
 
 import numba
@@ -49,7 +48,6 @@ _WIDE = 16384
 _FAST = {"contract", "reassoc", "nsz", "arcp"}
 # Powers of e whose exponents of 2 float32 holds with room to spare: of numbers to about 3 million.
 _ORDINARY = 2.0**22
-_MOST_SOFTENED = np.float32(20)  # above, a softplus is the number itself, as torch has it
 _FLOAT = ir.FloatType()
 _F = np.float32
 
@@ -88,14 +86,6 @@ def _fill(numbers, by):  # type: ignore[no-untyped-def]
 @compiled
 def _number(words, index):  # type: ignore[no-untyped-def]
     return as_float(np.int32(words[index]))
-
-
-@_summing
-def _sum(row):  # type: ignore[no-untyped-def]
-    total = _F(0)
-    for number in row:
-        total += number
-    return total
 
 
 @_summing
@@ -184,18 +174,8 @@ def _tanh(number):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _sigmoid(x):  # type: ignore[no-untyped-def]
-    return _F(1) / (_F(1) + _exponential_of_negative(x))
-
-
-@compiled
 def _silu(x):  # type: ignore[no-untyped-def]
     return x / (_F(1) + _exponential_of_negative(x))
-
-
-@compiled
-def _softplus(x):  # type: ignore[no-untyped-def]
-    return x if x > _MOST_SOFTENED else _F(math.log1p(math.exp(x)))
 
 
 # --- a softmax, block by block -------------------------------------------------------------------
