@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
 
 from lade.compat import CACHE, Model, attention_of, placeholders_of
 from lade.compat.attempts import Attempt
@@ -203,18 +204,6 @@ class _Part(NamedTuple):
     given: dict[Value, Place]  # what it reads, and where a program writes that
     outs: dict[Value, Place]  # what it gives, and where
     plan: Any  # ProductsPlan, MixingPlan, ExpertsPlan
-
-
-class _Caching:
-    """Notes what an attention caches, in place of a cache."""
-
-    def __init__(self) -> None:
-        self.cached: tuple[Tensor, ...] = ()
-
-    def update(self, *cached: Any, **_: Any) -> tuple[Tensor, Tensor]:
-        """Return keys and values as they are given."""
-        self.cached = cached[:2]
-        return cached[0], cached[1]
 
 
 @torch.inference_mode(mode=False)
@@ -663,27 +652,25 @@ class _Reader:
         outs = dict[Value, Place]()
         while givens:
             lying, outs = outs if len(outs) > 1 else {}, {}
-            alike = [each for each, given in givens.items() if given in lying]
+            within, first = [x for x in givens if givens[x] in lying], next(iter(givens.values()))
+            alike = within or [each for each, given in givens.items() if given is first]
             alike = alike[: words.MOST_PRODUCTS]
-            if alike:
-                pairs = [(self._product(modules[each]), lying[givens[each]]) for each in alike]
-                made = tuple(product._replace(start=place.first) for product, place in pairs)
-                _, place = pairs[0]
-                outs = self._side_by_side(words.SECONDS, alike)
-                yield _Part({}, outs, ProductsPlan(made, place.step, place.word, words.SECONDS))
-                givens = {each: other for each, other in givens.items() if each not in alike}
-                continue
-            given = next(iter(givens.values()))
-            alike = [each for each, other in givens.items() if other is given]
-            alike = alike[: words.MOST_PRODUCTS]
+            given = givens[alike[0]]
+            wide = Place(words.NORMED, 0, self._rows.layout(given).size)
+            places = [lying.get(givens[each], wide) for each in alike]
+            made = tuple(
+                self._product(modules[each])._replace(start=place.first)
+                for each, place in zip(alike, places, strict=True)
+            )
+            word, _, row, _ = places[0]
+            target = words.SECONDS if within else words.MIXED
+            plan = ProductsPlan(made, row, word, target)
             givens = {each: other for each, other in givens.items() if each not in alike}
-            made = tuple(self._product(modules[each]) for each in alike)
-            plan = ProductsPlan(made, made[0].num_inputs, words.NORMED, words.MIXED)
-            for taken in [*givens.values()][:1] if fuses else ():
+            for taken in [*givens.values()][:1] if fuses and not within else ():
                 with suppress(UnsupportedForwardError):
                     plan, outs = self._fused(alike, taken), {taken: Place(words.INNER)}
-            outs = outs or self._side_by_side(words.MIXED, alike)
-            yield _Part({given: Place(words.NORMED)}, outs, plan)
+            outs = outs or self._side_by_side(target, alike)
+            yield _Part({} if within else {given: wide}, outs, plan)
 
     def _fused(self, made: Sequence[Value], taken: Value) -> ProductsPlan:
         """Return products whose columns, one by one, make the numbers of a value."""
@@ -828,11 +815,14 @@ class _Reader:
 
     def _require_cached(self, module: Any, *cached: Tensor) -> None:
         """Refuse an attention that does not cache these rows of tokens."""
-        (call, *_), caching = self._calls[module], _Caching()
+        (call, *_), caching = self._calls[module], DynamicCache()
         names = [CACHE, *(name for name in call.kwargs if name.endswith("_past"))]
         with Attempt():  # some cache more
             module(*call.args, **{**call.kwargs, names[-1]: caching})
-        pairs = zip(caching.cached, cached, strict=False)
+        held = [
+            x for each in caching.layers if each.is_initialized for x in (each.keys, each.values)
+        ]
+        pairs = zip(held, cached, strict=False)
         is_cached = [
             each.numel() == rows.numel() and is_near(each.reshape(rows.shape), rows)
             for each, rows in pairs
