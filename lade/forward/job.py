@@ -376,7 +376,7 @@ class FusedForwards:
         job, num, (first, end) = piece.job.copy(), piece.num, phases
         turning = self._weights.turning
         table.reshape(-1)[turning[:, 0]] = piece.given[turning[:, 1]]
-        job[words.ADDITIONS] = table[self._weights.num_phases :].ctypes.data
+        job[words.DESCRIPTIONS] = table[self._weights.num_phases :].ctypes.data
         job[words.STATES] = states.data_ptr() + 4 * self._hidden * piece.start
         job[words.LIST], job[words.NUM_PHASES] = table[first:].ctypes.data, end - first
         num_threads = int(job[words.NUM_THREADS])
