@@ -93,7 +93,7 @@ def _bits(number, by, num):  # type: ignore[no-untyped-def]
     return _I((_I(number) >> _I(by)) & _I((1 << num) - 1))
 
 
-def _of_four(format_: int) -> Callable[..., None]:
+def _of_four(format_: int) -> Any:
     """Return what unpacks blocks of 32 numbers of 4 bits, and of a fifth one in some formats."""
     first, levels = words.BLOCKS[format_][2] - 16, np.array(LEVELS.get(format_, (0,)), _F)
     has_levels, is_power = format_ in (IQ4_NL, MXFP4), format_ == MXFP4
@@ -119,7 +119,7 @@ def _of_four(format_: int) -> Callable[..., None]:
     return unpack
 
 
-def _of_eight(_: int) -> Callable[..., None]:
+def _of_eight(_: int) -> Any:
     @compiled
     def unpack(address, out):  # type: ignore[no-untyped-def]
         scale, numbers = _half(address), numba.carray(pointer(address + 2), (32,), np.int8)
@@ -129,7 +129,7 @@ def _of_eight(_: int) -> Callable[..., None]:
     return unpack
 
 
-def _of_sixteen(format_: int) -> Callable[..., None]:
+def _of_sixteen(format_: int) -> Any:
     is_half = format_ == F16
 
     @compiled
@@ -141,7 +141,7 @@ def _of_sixteen(format_: int) -> Callable[..., None]:
     return unpack
 
 
-def _of_k(format_: int) -> Callable[..., None]:
+def _of_k(format_: int) -> Any:
     """Return what unpacks Q4_K or Q5_K: 8 scales and offsets of 6 bits, then 8 times 32 numbers."""
     first, has_fifth = words.BLOCKS[format_][2] - 128, format_ == Q5_K
 
@@ -166,7 +166,7 @@ def _of_k(format_: int) -> Callable[..., None]:
     return unpack
 
 
-def _of_six_k(_: int) -> Callable[..., None]:
+def _of_six_k(_: int) -> Any:
     @compiled
     def unpack(address, out):  # type: ignore[no-untyped-def]
         lower, upper = _bytes(address, 128), _bytes(address + 128, 64)
@@ -184,7 +184,7 @@ def _of_six_k(_: int) -> Callable[..., None]:
     return unpack
 
 
-def _of_four_xs(_: int) -> Callable[..., None]:
+def _of_four_xs(_: int) -> Any:
     levels = np.array(_IQ4, _F)
 
     @compiled
@@ -206,7 +206,7 @@ _UNPACK = {Q4_K: _of_k, Q5_K: _of_k, Q6_K: _of_six_k, IQ4_XS: _of_four_xs, Q8_0:
 _UNPACK |= {F16: _of_sixteen, BF16: _of_sixteen}
 
 
-def unpacking(format_: int) -> Callable[..., None]:
+def unpacking(format_: int) -> Any:
     """Return what unpacks numbers, given their address, how many, and the address of float32."""
     unpack, (_, numbers, in_bytes) = _UNPACK.get(format_, _of_four)(format_), words.BLOCKS[format_]
 
@@ -218,7 +218,7 @@ def unpacking(format_: int) -> Callable[..., None]:
             made = numba.carray(pointer(target + 4 * numbers * block), (of_block,), np.float32)
             unpack(address + in_bytes * block, made)
 
-    return unpack_row  # type: ignore[no-any-return]
+    return unpack_row
 
 
 # --- products -------------------------------------------------------------------------------------

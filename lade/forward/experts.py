@@ -48,7 +48,8 @@ def read_experts(
         states, chosen, shares: what it gets.
     """
     held: dict[str, Any] = {**module._parameters, **vars(module)}
-    stacks, biases = ([held.get(name) for name in names] for names in (STACKS[:2], STACKS[2:]))
+    named: list[Any] = [held.get(name) for name in STACKS]
+    stacks, biases = named[:2], named[2:]
     is_known = all(each is not None for each in stacks)
     is_known = is_known and {*module._parameters} <= {*STACKS, *PARTS}
     require(is_known, f"{type(module).__name__} has other weights")
