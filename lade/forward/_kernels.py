@@ -25,7 +25,6 @@ from lade.forward._tiles import (
     LANES,
     add_products,
     add_rows,
-    as_float,
     call_compiled,
     call_with,
     compiled,
@@ -63,6 +62,12 @@ def _fused(builder: Any, of: Any) -> Any:
     return builder.fma(first, second, third)
 
 
+@instruction(types.float32, types.int32)
+def _as_float(builder: Any, bits: Any) -> Any:
+    """Return the float32 of some bits."""
+    return builder.bitcast(bits, _FLOAT)
+
+
 # --- rows ---------------------------------------------------------------------------------------
 
 
@@ -85,7 +90,7 @@ def _fill(numbers, by):  # type: ignore[no-untyped-def]
 
 @compiled
 def _number(words, index):  # type: ignore[no-untyped-def]
-    return as_float(np.int32(words[index]))
+    return _as_float(np.int32(words[index]))
 
 
 @_summing
@@ -129,7 +134,7 @@ def _mantissa(number, exponent):  # type: ignore[no-untyped-def]
 def _scale(exponent):  # type: ignore[no-untyped-def]
     """Return 2 to the power of an integer of at least -126; 0 for a lower one."""
     bounded = exponent if exponent > _F(-126) else _F(-126)
-    power = as_float((np.int32(bounded) + np.int32(127)) << np.int32(23))
+    power = _as_float((np.int32(bounded) + np.int32(127)) << np.int32(23))
     return _F(0) if exponent < _F(-126) else power
 
 
@@ -213,7 +218,7 @@ def _weigh(scores, peak, total, sums):  # type: ignore[no-untyped-def]
         exponent = _exponent(scores[i])
         relative = exponent - new_peak
         bounded = relative if relative > _F(-126) else _F(-126)
-        power = as_float((np.int32(bounded) + np.int32(127)) << np.int32(23))
+        power = _as_float((np.int32(bounded) + np.int32(127)) << np.int32(23))
         weight = _mantissa(scores[i], exponent) * power
         scores[i] = _F(0) if relative < _F(-126) else weight
 
