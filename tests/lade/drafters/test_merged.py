@@ -104,7 +104,7 @@ def test_a_part_that_fails_is_dropped_and_the_others_go_on(method: str) -> None:
         failing = Faulty("draft", 2) if method == "nothing" else Faulty(method, 2, error=OSError())
         return Merged([failing, right])
 
-    with one_warning("goes on without the drafter 'Faulty'"):
+    with one_warning("goes on without drafts of 'Faulty', which failed"):
         got = ours(model, prompt, merged(), 24, config=lade.Config(max_draft_tokens=8))
     assert got.stats.num_accepted_tokens > 5
     assert not right.texts
