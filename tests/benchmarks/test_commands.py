@@ -86,7 +86,7 @@ def test_every_command_has_help_and_names_what_is_wrong(
 def test_speed_ups_are_ratios_to_plain_and_the_median_of_passes_counts(
     options: list[Any], results: Callable[..., Any]
 ) -> None:
-    names = ["plain", "prompt_lookup", "lade", "lade_untabled", "rival_goose"]
+    names = ["plain", "prompt_lookup", "lade", "lade_fresh", "rival_goose"]
     found = results("run", *options, "--methods", ",".join(names), "--passes", 3, "--limit", 2)
     assert [*found["settings"]["methods"]] == names
     assert (found["settings"]["prompts"]["num"], found["settings"]["left_out"]) == (2, {})
