@@ -85,6 +85,7 @@ class Player:
         self.steps, self.of_all = Counter[int](), Counter[int]()  # of this text, by draft tokens
         self.place = 0  # of its root among the new tokens
         self._proposed: Draft | None = None  # for the running step, verified or not
+        self.paths: list[_Path] = []  # of the nodes that it verifies, the root's first
 
     def begin(self, prompt: list[int], first: int, found: dict[int, Successors]) -> None:
         """Read a prompt, its first new token and what may have come instead."""
@@ -126,7 +127,8 @@ class Player:
             nodes = [index[path] for path in self.paths]
             ids = [committed[-1], *self._draft.token_ids.tolist()]
             parents = [-1, *(self._draft.parents + 1).tolist()]
-            successors = Successors(*(part[0, nodes] for part in found[num]))
+            likely = found[num]
+            successors = Successors(likely.token_ids[0, nodes], likely.probs[0, nodes])
             self._drafter.harvest(self._sequence, committed, ids, parents, successors)
         proposed = {} if self._proposed is None else {self: (self._proposed, emitted)}
         self._budget.learn(proposed, {})
@@ -153,10 +155,10 @@ def replay(
         logits = target.forward(target.inputs([tree]))
         chosen, found = logits[0].argmax(-1).tolist(), _successors(logits, wanted)
         for player in here:
-            path: _Path = ()
-            while path in player.paths and len(path) < num_left and not ends & {*path}:
-                path += (chosen[index[path]],)
-            player.learn(committed, [*path], found, index)
+            walked: _Path = ()
+            while walked in player.paths and len(walked) < num_left and not ends & {*walked}:
+                walked += (chosen[index[walked]],)
+            player.learn(committed, [*walked], found, index)
         text.append(chosen[0])
         target.commit([[0]])
     return text
@@ -233,6 +235,7 @@ def run(
         **describe_model(loaded),
         **asdict(settings),
         "prompts": chosen.described,
+        "num_answers": len(lengths),
         "num_loops": num_loops,
         "methods": {name: DESCRIPTIONS[name] for name in methods},
         "draft_sizes": [*draft_sizes],
