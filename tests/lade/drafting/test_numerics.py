@@ -137,5 +137,4 @@ def test_a_joined_tree_is_that_of_all_paths(parts: list[Draft]) -> None:
 @given(draft=drafts(), emitted=st.lists(st.integers(0, 3), max_size=5))
 def test_the_matched_depth_is_that_of_the_longest_path(draft: Draft, emitted: list[int]) -> None:
     prefixes = {tuple(each) for each in accumulate(([token] for token in emitted), initial=[])}
-    matched: Any = len(matched_path(draft, emitted))
-    assert matched == len(prefixes & {*paths_of(draft)})
+    assert len(matched_path(draft, emitted)) == len(prefixes & {*paths_of(draft)})
