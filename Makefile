@@ -5,6 +5,7 @@ OLDEST := .venv-oldest
 DIST := .venv-dist
 BARE := .venv-bare
 ENGINES := .venv-engines
+ARM := .venv-arm
 # Processes that share the tests: one for each core, or so many.
 WORKERS ?= auto
 # Tiny models are faster on one thread: starting two takes longer than their matrices.
@@ -23,7 +24,7 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 counted = @(n=0; while test -t 2 && sleep 1 && kill -0 $$$$ 2> /dev/null; do \
 	n=$$((n + 1)); printf '%s s\r' $$n >&2; done) & $(1)
 
-.PHONY: help demo chat web test test-all test-bounds test-oldest test-oldest-all ahead coverage check format docs fuzz stress load attacks engines gpu dist sbom check-release clean
+.PHONY: help demo chat web test test-all test-bounds test-oldest test-oldest-all test-arm ahead coverage check format docs fuzz stress load attacks engines gpu dist sbom check-release clean
 
 help:
 	@echo "make demo         tell what lade does with a model, and compare plain generate, prompt lookup and lade"
@@ -31,6 +32,7 @@ help:
 	@echo "make web          chat with it in the browser, and race plain generate and lade"
 	@echo "make test         run the tests in a quarter of an hour, without the long grids"
 	@echo "make test-bounds  run the tests of the pool's kernels with every index checked"
+	@echo "make test-arm     run the tests of kernels on ARM, by emulation (an hour; needs root and Debian's archive)"
 	@echo "make test-oldest  run some 200 tests on the oldest supported transformers"
 	@echo "make test-all     run all tests, or those of TESTS=…: before a release, and of touched folders"
 	@echo "make test-oldest-all  run all tests of lade on the oldest transformers, as before a release"
@@ -114,6 +116,13 @@ test-oldest test-oldest-all: $(OLDEST)/.dev
 	$(OLDEST)/bin/$(COMPILE)
 	$(TEST) $(OLDEST)/bin/$(PYTEST) $(CHOSEN)
 
+# What kernels compute on ARM, by emulation. Debian's archive needs root, debootstrap and qemu-user-static.
+ARM_TESTS := $(foreach name,bits packed,tests/lade/forward/test_$(name).py) \
+	$(foreach name,golden kernels sources,tests/ngram_pool/test_$(name).py)
+test-arm: $(ARM)/.dev
+	qemu-aarch64-static -L $(ARM)/root -E PYTHONPATH=$(ARM)/packages:. -E NUMBA_CACHE_DIR=$(ARM)/numba \
+		$(ARM)/root/usr/bin/python3.11 -m pytest -m "not exhaustive" $(ARM_TESTS)
+
 # All that tests wait for: beside check and docs, which keep one core busy, in .ci/run.
 ahead: $(VENV)/.dev $(OLDEST)/.dev
 	$(VENV)/bin/$(COMPILE)
@@ -192,6 +201,18 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.torch
 $(OLDEST)/.dev: pyproject.toml constraints-oldest.txt | $(OLDEST)/bin/python
 	$(OLDEST)/bin/$(PIP) --constraint constraints-oldest.txt --editable ".[dev]"
 	@touch $@
+
+# Of torch the last release whose wheel for ARM is without CUDA on a package index. Nothing of Debian's is configured.
+$(ARM)/.dev: constraints.txt
+	rm -rf $(ARM)
+	debootstrap --foreign --variant=minbase --arch=arm64 --include=python3,libgomp1,libstdc++6 bookworm $(ARM)/root
+	for each in $(ARM)/root/var/cache/apt/archives/*.deb; do dpkg-deb --extract $$each $(ARM)/root || exit 1; done
+	for each in "torch==2.10.0 --no-deps" "--constraint constraints.txt $(ARM_PACKAGES)"; do \
+		$(PYTHON) -m pip install --quiet --target $(ARM)/packages --python-version 3.11 --only-binary=:all: \
+			$(foreach kind,2_28 2_17,--platform manylinux_$(kind)_aarch64) --platform manylinux2014_aarch64 $$each || exit 1; done
+	@touch $@
+ARM_PACKAGES := transformers numba sortedcontainers safetensors platformdirs gguf rich typer prompt-toolkit psutil \
+	hypothesis pytest pytest-xdist filelock sympy networkx jinja2 fsspec greenlet
 
 # vLLM's build for CPUs wants packages for images and sound that fail beside it.
 $(ENGINES)/.engines: pyproject.toml constraints-engines.txt | $(ENGINES)/bin/python

@@ -17,9 +17,8 @@ from lade.compat import Model
 from lade.drafting.drafts import draft_of
 from lade.models.loading import LoadedModel
 from lade.probing.factory import make_target
-from lade.probing.plan import choose_verification
+from lade.probing.plan import choose_verification, ready
 from lade.probing.profile import profile_of
-from lade.probing.settling import ready
 from lade.targets.base import Target
 from lade.tree import Tree
 

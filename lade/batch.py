@@ -96,7 +96,7 @@ class Batch:
     @property
     def emitting(self) -> list[Row]:
         """Rows that emit in the next step."""
-        return [row for row in self.running if self.may_emit(row)]
+        return [row for row in self.running if not row.is_finished and self.lead_left(row) > 0]
 
     def column(self, index: int) -> list[int] | None:
         """Return the tokens of a column, or None until each row has its own or is finished."""
@@ -107,10 +107,6 @@ class Batch:
             elif row.is_finished and self.pad_token_id is not None:
                 column.append(self.pad_token_id)
         return column if len(column) == len(self.rows) else None
-
-    def may_emit(self, row: Row) -> bool:
-        """Return whether a row may emit one more token now."""
-        return not row.is_finished and (self.max_lead is None or self.lead_left(row) > 0)
 
     def lead_left(self, row: Row) -> int:
         """Return how many tokens a row may emit until it must wait for the shortest."""

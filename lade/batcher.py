@@ -75,11 +75,6 @@ class Request(EngineFuture):
         if self._is_cancelled:
             raise CancelledError
 
-    def _note(self, step: Step) -> None:
-        self._check()
-        for token_id in step.token_ids if step.row == 0 else ():
-            self._tokens.put(token_id)
-
 
 class Batcher:
     """Runs calls of `lade.generate` on one model at the same time, as a batch that they join.
@@ -214,7 +209,9 @@ class Batcher:
         on_step = call.pop("on_step", None)
 
         def note(step: Step) -> None:
-            request._note(step)
+            request._check()
+            for token_id in step.token_ids if step.row == 0 else ():
+                request._tokens.put(token_id)
             if on_step is not None:
                 on_step(step)
 

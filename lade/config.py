@@ -1,6 +1,6 @@
 """`Config`, the settings that a user may set; every default is automatic."""
 
-from dataclasses import InitVar, dataclass, fields
+from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Literal, get_args
 
@@ -13,7 +13,6 @@ Execution = Literal["eager", "static"]
 VERIFICATIONS: tuple[Verification, ...] = get_args(Verification)  # best first
 SPECULATING = VERIFICATIONS[:-1]
 
-_REMOVED = ("fixed", "graphs")  # executions
 _MOST_STATIC = 63  # draft tokens of a compiled step
 
 
@@ -60,11 +59,9 @@ class Config:
         strict_drafter: Whether a drafter's errors and invalid drafts are raised, for authors of
             drafters. Otherwise one warning reports them, and the call continues without drafts.
 
-        stable_text: Removed; anything but None raises.
-
     Raises:
         TypeError: a field is not an integer.
-        ValueError: a field is out of its range, or was removed.
+        ValueError: a field is out of its range.
     """
 
     max_candidates: int | None = None
@@ -77,19 +74,8 @@ class Config:
     uses_kernels: bool = True
     arithmetic: Arithmetic = "float32"
     strict_drafter: bool = False
-    stable_text: InitVar[object] = None
 
-    def __post_init__(self, stable_text: object) -> None:
-        if stable_text is not None:
-            raise ValueError(
-                "Config(stable_text=…) was removed: the compiled forward pass computes in float32, "
-                "whatever weights are stored in, and there no text depends on drafts"
-            )
-        if self.execution in _REMOVED:
-            raise ValueError(
-                f"Config(execution={self.execution!r}) was removed: 'static' replaces it, on "
-                "transformers' static cache and by torch.compile"
-            )
+    def __post_init__(self) -> None:
         if self.execution == "static" and (self.max_draft_tokens or 0) > _MOST_STATIC:
             raise ValueError(
                 f"expected Config(max_draft_tokens=…) of at most {_MOST_STATIC} beside "

@@ -125,10 +125,10 @@ class Decoder:
         self.stats.num_steps += 1
         for step in steps:
             self.stats.count_row_step(step)
-        extra_sec = self._target.extra_sec
+        is_untimed = self._target.is_untimed
         self._end_step(partial(self._speculator.learn, plan, steps, successors, False))
         laps.end("commit")
-        self._speculator.record(len(plan.trees), self._target.num_run, laps.sec, extra_sec)
+        self._speculator.record(len(plan.trees), self._target.num_run, laps.sec, is_untimed)
         self._on_step(steps)
 
     def _observed(self, plan: Plan, paths: Mapping[Row, Sequence[int]]) -> list[Step]:
@@ -199,7 +199,7 @@ def accepted_paths(
             walking[row] = trees[row].children.get((node, token_id), ROOT)  # nobody's child
         stop([*walking])
         for row, _ in asked:
-            if walking[row] == ROOT or not batch.may_emit(row):
+            if walking[row] == ROOT or row.is_finished or batch.lead_left(row) <= 0:
                 del walking[row]
     # A criterion that sees all rows may have cut one that was ahead.
     return {row: path[: max(0, len(row.token_ids) - lengths[row])] for row, path in paths.items()}

@@ -13,13 +13,7 @@ import torch
 import transformers
 from packaging import version
 from torch import Tensor, nn
-from transformers import (
-    GenerationConfig,
-    GenerationMixin,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-)
-from transformers.generation.streamers import BaseStreamer
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lade.compat.attempts import Attempt
@@ -65,25 +59,9 @@ def parsed_template(template: str) -> Any:
     return _compile_jinja_template(template).environment.parse(template)
 
 
-def decode_standard(
-    model: Model,
-    input_ids: Tensor,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    streamer: BaseStreamer | None,
-    model_kwargs: dict[str, Any],
-) -> Any:
+def decode_standard(model: Model, input_ids: Tensor, **options: Any) -> Any:
     """Decode as `generate` does without a custom function: one token per forward pass."""
-    return type(model)._sample(  # as `generate` looks it up
-        model,
-        input_ids,
-        logits_processor=processors,
-        stopping_criteria=criteria,
-        generation_config=config,
-        streamer=streamer,
-        **model_kwargs,
-    )
+    return type(model)._sample(model, input_ids, **options)  # as `generate` looks it up
 
 
 def candidate_generator(

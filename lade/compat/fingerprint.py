@@ -33,7 +33,9 @@ def fingerprint_of(model: Model) -> str | None:
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
     rounded: dict[torch.device, list[Tensor]] = {}  # one copy per device instead of per tensor
     for tensor in tensors:
-        values = _some_values(tensor)
+        # An odd step, so that the values of a matrix come from different columns.
+        step = tensor.numel() // _VALUES_PER_TENSOR | 1
+        values = tensor.reshape(-1)[::step][:_VALUES_PER_TENSOR].contiguous()
         if values.is_floating_point():
             rounded.setdefault(values.device, []).append(values.to(torch.bfloat16))
         else:
@@ -55,9 +57,3 @@ def _readable_tensors(model: Model) -> list[Tensor]:
         if type(tensor.data) is Tensor and tensor.device.type != "meta" and tensor.numel()
     ]
     return readable[:: -(-len(readable) // _MAX_TENSORS) or 1]
-
-
-def _some_values(tensor: Tensor) -> Tensor:
-    # An odd step, so that the values of a matrix come from different columns.
-    step = tensor.numel() // _VALUES_PER_TENSOR | 1
-    return tensor.reshape(-1)[::step][:_VALUES_PER_TENSOR].contiguous()

@@ -39,19 +39,8 @@ Change = Callable[[nn.Module], dict[str, Any] | None]
 class FastViews(Protocol):
     """Makes views of a model whose forwards are faster than its own."""
 
-    #: Why they are not used any more; None if they may be.
-    why_not: str | None
     #: Whether weights are packed, which torch would unpack in each forward.
     is_packed: bool
-
-    def settle(self, by_torch: Callable[[int], Tensor], by_view: Callable[[int], Tensor]) -> None:
-        """Hold forwards by a view against the model's own, once, before a text begins.
-
-        Args:
-            by_torch: returns the logits [1, num_tokens, vocab_size] of the first tokens of a text,
-                by the model's own forward, and forgets them.
-            by_view: returns them by a view.
-        """
 
     def view(self, model: Model) -> Model:
         """Return a view of a model, or of a view of it; the model itself if nothing is faster."""

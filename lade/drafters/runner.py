@@ -14,11 +14,10 @@ from lade.compat import CACHE, Model
 from lade.drafting.drafts import chain
 from lade.errors import UnsupportedModelError
 from lade.probing.factory import VerificationPlan
-from lade.probing.plan import choose_for_drafting
+from lade.probing.plan import choose_for_drafting, ready
 from lade.probing.profile import profile_of
 from lade.probing.rules import refuse_encoder_decoder
 from lade.probing.selfcheck import Plain
-from lade.probing.settling import ready
 from lade.tree import Tree
 
 

@@ -393,7 +393,7 @@ class Speculator:
             }
             self._budget.learn(outcomes, {row: row.num_emitted for row in batch.running})
 
-    def record(self, num_rows: int, num_tokens: float, sec: float, extra_sec: float) -> None:
+    def record(self, num_rows: int, num_tokens: float, sec: float, is_untimed: bool) -> None:
         """Learn the cost of a step.
 
         Args:
@@ -401,13 +401,13 @@ class Speculator:
             num_tokens: tokens of its forward pass per row, besides the root; their mean if rows
                 have no padding.
             sec: seconds of the whole step.
-            extra_sec: seconds of it that other steps of this size do not take; infinite if unknown.
+            is_untimed: whether it took other seconds than steps of this size.
         """
         self._pace.record(sec, self._num_emitted)
         for gate in self._gates.values():
             gate.passed(sec)
-        if extra_sec < sec:  # sources that are asked where they pay count their own seconds
-            self._budget.record(num_rows, num_tokens, sec - extra_sec - self._asking_sec)
+        if not is_untimed:  # sources that are asked where they pay count their own seconds
+            self._budget.record(num_rows, num_tokens, sec - self._asking_sec)
         self._asking_sec, self._num_emitted = 0.0, 0
 
     def close(self, rows: Sequence[Row] | None = None) -> None:

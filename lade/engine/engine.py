@@ -9,6 +9,7 @@ passes does not see them.
 import asyncio
 import logging
 import secrets
+import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -83,7 +84,8 @@ class Engine:
     ) -> None:
         self.forwards = forwards
         self.device = device
-        self._max_calls, self._max_tokens = max_calls, max_tokens
+        self._max_calls = max_calls
+        self._max_tokens = sys.maxsize if max_tokens is None else max_tokens
         #: Whether a call was found whose forwards may run together with others.
         self.is_joint = False
         #: Prompt tokens that run between two steps, or with one; adapted to the time they take.
@@ -102,7 +104,8 @@ class Engine:
         """
         self._lock = threading.Lock()
         self._forwarding = threading.Lock()  # held while a forward runs
-        self._thread: threading.Thread | None = None  # under the lock
+        #: The thread that runs calls, while there are any; changed under the lock.
+        self.thread: threading.Thread | None = None
         self._refusal = refusal
         left, self._calls = self._calls, set()
         self._empty()
@@ -117,8 +120,8 @@ class Engine:
         self._running: list[EngineCall] = []
         self._held: Counter[str] = Counter()  # tokens, by owner
         self._ready = deque[EngineCall]()
-        self._asking: list[EngineCall] = []
-        self._prefilling: list[EngineCall] = []  # that want to run a prefill chunk
+        self.asking: list[EngineCall] = []  # that wait for a forward
+        self.prefilling: list[EngineCall] = []  # that want to run a prefill chunk
         self._prefill_left = self.prefill_chunk  # prompt tokens that the next forward still takes
         self._num_reserved = 0  # prompt tokens that the next forward has
 
@@ -140,14 +143,9 @@ class Engine:
         return self._max_calls if self.is_joint and self.forwards.why_not is None else 1
 
     @property
-    def thread(self) -> threading.Thread | None:
-        """The engine's thread, while there are calls."""
-        return self._thread
-
-    @property
     def is_here(self) -> bool:
         """Whether the current thread is the engine's."""
-        thread = self._thread
+        thread = self.thread
         return thread is not None and thread.ident == threading.get_ident()
 
     @property
@@ -173,22 +171,17 @@ class Engine:
         Raises:
             LadeError: the engine takes no more calls.
         """
-        call = EngineCall(
-            self, function, self._fitting(num_tokens), owner, future or EngineFuture()
-        )
-        return self._add(call)
-
-    def _fitting(self, num_tokens: int) -> int:
-        return num_tokens if self._max_tokens is None else min(num_tokens, self._max_tokens)
+        num_tokens = min(num_tokens, self._max_tokens)
+        return self._add(EngineCall(self, function, num_tokens, owner, future or EngineFuture()))
 
     def _add(self, call: "EngineCall") -> "EngineCall":
         with self._lock:
             if self._refusal is not None:
                 raise LadeError(f"expected an engine that takes calls: {self._refusal}")
-            if self._thread is None:
+            if self.thread is None:
                 thread = threading.Thread(target=self._run, name="lade-engine", daemon=True)
                 thread.start()  # or raise, and nothing has changed
-                self._thread = thread
+                self.thread = thread
             call.future.engine = self
             self._calls.add(call)
             self._arrived.append(call)
@@ -203,7 +196,8 @@ class Engine:
         """
         if self.is_here:
             return function()
-        call = EngineCall(self, function, self._fitting(num_tokens), "", EngineFuture())
+        num_tokens = min(num_tokens, self._max_tokens)
+        call = EngineCall(self, function, num_tokens, "", EngineFuture())
         with at_turn() as caller:  # a call of another engine, if any
             if caller is None:
                 call.draws_on = True
@@ -240,7 +234,7 @@ class Engine:
 
         In the engine's own thread, return at once.
         """
-        thread = self._thread
+        thread = self.thread
         if thread is not None and not self.is_here:
             with aside():
                 thread.join(sec)
@@ -257,7 +251,7 @@ class Engine:
                     self._fail(defect)
         finally:
             if self.is_here:  # else it has ended in order
-                self._thread = None
+                self.thread = None
 
     def _take_in(self) -> bool:
         """Move new calls into the queue; return whether there is anything to do."""
@@ -266,7 +260,7 @@ class Engine:
             self._arrived = []  # not cleared: others may count it
             if self._waiting or self._running:
                 return True
-            self._thread = None
+            self.thread = None
             return False
 
     def _fail(self, defect: BaseException) -> None:
@@ -303,7 +297,7 @@ class Engine:
 
     def _next(self) -> "EngineCall | None":
         """Return the next call that fits, and count its tokens for the calls it overtakes."""
-        max_running, most = self.max_running, self._max_tokens
+        max_running = self.max_running
         if len(self._running) >= max_running:
             return None
         of_owners = Counter(call.owner for call in self._running)
@@ -311,7 +305,7 @@ class Engine:
         for call in sorted(self._waiting, key=lambda each: self._held[each.owner]):
             if call.owner and 1 < max_running <= of_owners[call.owner] + 1:
                 continue
-            fits = most is None or max(num_taken, num_passed) + call.num_tokens <= most
+            fits = max(num_taken, num_passed) + call.num_tokens <= self._max_tokens
             if fits or call.future.cancelled():
                 for each in passed:
                     each.num_passed += call.num_tokens
@@ -324,13 +318,13 @@ class Engine:
         """Have calls run until all need a forward, and run it."""
         while self._ready:
             self._resume(self._ready.popleft())
-        if not self._asking and not self._prefill_left:
+        if not self.asking and not self._prefill_left:
             self._prefill_left = self.prefill_chunk
-        while self._prefilling and self._prefill_left:
-            call = min(self._prefilling, key=lambda each: each.num_left - each.num_before)
-            self._prefilling.remove(call)
+        while self.prefilling and self._prefill_left:
+            call = min(self.prefilling, key=lambda each: each.num_left - each.num_before)
+            self.prefilling.remove(call)
             self._resume(call)
-        if self._asking:
+        if self.asking:
             self._forward()
 
     def _resume(self, call: "EngineCall") -> None:
@@ -349,7 +343,7 @@ class Engine:
 
     def _forward(self) -> None:
         """Run the forward pass that the calls ask for, and learn how long prompts take."""
-        calls, self._asking = self._asking, []
+        calls, self.asking = self.asking, []
         begin = perf_counter()
         with self._forwarding:
             try:
@@ -370,17 +364,8 @@ class Engine:
 
     # --- runs in a call's coroutine -----------------------------------------------------------
 
-    def ask(self, call: "EngineCall") -> None:
-        """Suspend a call until the parts of its forward pass, `call.asked`, have run."""
-        self._wait_in(self._asking, call)
-
-    def wait_to_prefill(self, call: "EngineCall") -> None:
-        """Suspend a call until a step can take a prefill chunk."""
-        self._wait_in(self._prefilling, call)
-
-    def _wait_in(self, waiting: list["EngineCall"], call: "EngineCall") -> None:
-        """Put the running call into a queue, and switch to the engine until it is resumed."""
-        waiting.append(call)
+    def suspend(self) -> None:
+        """Switch from the running call, which is in a queue, to the engine until it is resumed."""
         with torch.inference_mode(False):  # the calls that run next may be in another mode
             parent = getcurrent().parent
             assert parent is not None
@@ -392,7 +377,7 @@ class Engine:
         left = self._prefill_left - num
         self._prefill_left = 0 if left < _LEAST_CHUNK else left
         self._num_reserved += num
-        for call in self._prefilling:
+        for call in self.prefilling:
             call.num_before += num
         return num
 
@@ -539,7 +524,8 @@ class EngineCall:
         """
         self.engine.is_joint = True
         self.asked = parts
-        self.engine.ask(self)
+        self.engine.asking.append(self)
+        self.engine.suspend()
         results, self.asked, self.results = self.results, (), ()
         for result in results:
             if isinstance(result, BaseException):
@@ -556,7 +542,8 @@ class EngineCall:
             Number of prompt tokens that the next forward must run, from 1 to `num_tokens`.
         """
         self.num_left = num_tokens
-        self.engine.wait_to_prefill(self)
+        self.engine.prefilling.append(self)
+        self.engine.suspend()
         return self.engine.reserve(num_tokens)
 
     @property
@@ -568,11 +555,6 @@ class EngineCall:
     def marginal_cost(self) -> float | None:
         """Expected tokens that a draft token must add to pay; None for a call alone."""
         return self.engine.forwards.marginal_cost if self.has_batch_mates else None
-
-    @property
-    def prefill_chunk(self) -> int:
-        """Number of prompt tokens in a prefill chunk."""
-        return self.engine.prefill_chunk
 
 
 class _Coroutine(greenlet):

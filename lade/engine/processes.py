@@ -9,13 +9,15 @@ import atexit
 import ctypes
 import os
 import threading
-from collections.abc import Sequence
 from contextlib import ExitStack
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from lade.engine.turns import TURNS
+
+if TYPE_CHECKING:
+    from lade.engine.engine import Engine
 
 _REST_SEC = 5.0  # for which a fork waits for running forward passes
 _ROUND_SEC, _NUM_ROUNDS = 0.5, 10  # for which the end of the process waits for engines
@@ -26,33 +28,11 @@ _NOT_AT_REST = (
 )
 
 
-class EngineThread(Protocol):
-    """The part of an engine that this file uses."""
-
-    @property
-    def thread(self) -> threading.Thread | None:
-        """The thread that runs the engine's calls, while there are calls."""
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the current thread is the engine's."""
-
-    @property
-    def locks(self) -> Sequence[threading.Lock]:
-        """The locks that the engine's thread holds only while it runs something."""
-
-    def end(self, refusal: str | None = None) -> None:
-        """Have all calls end, and refuse later ones for a reason."""
-
-    def begin_anew(self, refusal: str | None) -> None:
-        """Reset to an engine without thread and calls, in a child."""
-
-
-_engines: WeakSet[EngineThread] = WeakSet()
+_engines: WeakSet["Engine"] = WeakSet()
 _fork = threading.local()
 
 
-def look_after(engine: EngineThread) -> None:
+def look_after(engine: "Engine") -> None:
     """Register an engine for forks and the end of the process, as long as it lives."""
     _engines.add(engine)
 
@@ -70,10 +50,6 @@ def _before_fork() -> None:
             _fork.is_at_rest = False
 
 
-def _after_fork_in_parent() -> None:
-    _fork.held.close()
-
-
 def _after_fork_in_child() -> None:
     TURNS.restore()
     TURNS.__init__()  # type: ignore[misc]
@@ -88,21 +64,16 @@ def _at_exit() -> None:
     for number in range(_NUM_ROUNDS):
         deadline = monotonic() + _ROUND_SEC
         for thread in threads:
-            if number >= _FIRST_FORCED and thread.is_alive():  # in user code
-                _raise_in(thread, SystemExit)
+            if number >= _FIRST_FORCED and thread.is_alive():  # in user code, which it ends
+                ident = ctypes.c_ulong(thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
             thread.join(max(0.0, deadline - monotonic()))
-
-
-def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
-    """Raise an error in another thread as soon as it runs Python code."""
-    ident = ctypes.c_ulong(thread.ident or 0)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error))
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_before_fork,
-        after_in_parent=_after_fork_in_parent,
+        after_in_parent=lambda: _fork.held.close(),
         after_in_child=_after_fork_in_child,
     )
 atexit.register(_at_exit)

@@ -33,8 +33,8 @@ from lade.forward._packed import (
     Q5_K,
     Q6_K,
     Q8_0,
-    _unpack_row,
     half_power,
+    unpacking,
 )
 from lade.forward._tiles import (
     DEPTH,
@@ -457,7 +457,7 @@ def product_of(format_: int) -> Any:
     Its argument is that of `_packed.product_of`, but it reads digits alone, whose rows are longer
     (DIGITS_APART). If they are 0 bytes behind inputs, they are in the place of these.
     """
-    _, per_block, in_bytes = words.BLOCKS[format_]
+    unpack_row, (_, per_block, in_bytes) = unpacking(format_), words.BLOCKS[format_]
 
     def run(address: Any) -> None:
         given = numba.carray(address, (NUM_GIVEN,), np.int64)
@@ -465,8 +465,7 @@ def product_of(format_: int) -> Any:
         num_columns, y, y_step, size, sums = given[5], given[6], given[7], given[8], given[9]
         if x == 0:
             for column in range(num_columns):
-                of_row = w + w_step * column, size // per_block, y + y_step * column
-                _unpack_row(format_, of_row)
+                unpack_row(w + w_step * column, size, y + y_step * column)
             return
         if given[10] != 0:
             x, x_step = x + given[10], x_step + words.DIGITS_APART

@@ -5,7 +5,6 @@ thread takes pieces until none is left, and goes on when all are done. So a thre
 or not at all, delays no other. All numbers are float32, whatever weights are stored in.
 """
 
-import math
 from typing import Any
 
 import numba
@@ -26,6 +25,7 @@ from lade.forward._tiles import (
     LANES,
     add_products,
     add_rows,
+    as_float,
     call_compiled,
     call_with,
     compiled,
@@ -48,7 +48,6 @@ _WIDE = 16384
 _FAST = {"contract", "reassoc", "nsz", "arcp"}
 # Powers of e whose exponents of 2 float32 holds with room to spare: of numbers to about 3 million.
 _ORDINARY = 2.0**22
-_MOST_SOFTENED = np.float32(20)  # above, a softplus is the number itself, as torch has it
 _FLOAT = ir.FloatType()
 _F = np.float32
 
@@ -62,12 +61,6 @@ def _fused(builder: Any, of: Any) -> Any:
     if "sse2" in FEATURES and not FEATURES.get("fma"):
         return builder.fadd(builder.fmul(first, second), third)
     return builder.fma(first, second, third)
-
-
-@instruction(types.float32, types.int32)
-def _as_float(builder: Any, bits: Any) -> Any:
-    """Return the float32 of some bits."""
-    return builder.bitcast(bits, _FLOAT)
 
 
 # --- rows ---------------------------------------------------------------------------------------
@@ -92,15 +85,7 @@ def _fill(numbers, by):  # type: ignore[no-untyped-def]
 
 @compiled
 def _number(words, index):  # type: ignore[no-untyped-def]
-    return _as_float(np.int32(words[index]))
-
-
-@_summing
-def _sum(row):  # type: ignore[no-untyped-def]
-    total = _F(0)
-    for number in row:
-        total += number
-    return total
+    return as_float(np.int32(words[index]))
 
 
 @_summing
@@ -144,7 +129,7 @@ def _mantissa(number, exponent):  # type: ignore[no-untyped-def]
 def _scale(exponent):  # type: ignore[no-untyped-def]
     """Return 2 to the power of an integer of at least -126; 0 for a lower one."""
     bounded = exponent if exponent > _F(-126) else _F(-126)
-    power = _as_float((np.int32(bounded) + np.int32(127)) << np.int32(23))
+    power = as_float((np.int32(bounded) + np.int32(127)) << np.int32(23))
     return _F(0) if exponent < _F(-126) else power
 
 
@@ -189,18 +174,8 @@ def _tanh(number):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _sigmoid(x):  # type: ignore[no-untyped-def]
-    return _F(1) / (_F(1) + _exponential_of_negative(x))
-
-
-@compiled
 def _silu(x):  # type: ignore[no-untyped-def]
     return x / (_F(1) + _exponential_of_negative(x))
-
-
-@compiled
-def _softplus(x):  # type: ignore[no-untyped-def]
-    return x if x > _MOST_SOFTENED else _F(math.log1p(math.exp(x)))
 
 
 # --- a softmax, block by block -------------------------------------------------------------------
@@ -238,7 +213,7 @@ def _weigh(scores, peak, total, sums):  # type: ignore[no-untyped-def]
         exponent = _exponent(scores[i])
         relative = exponent - new_peak
         bounded = relative if relative > _F(-126) else _F(-126)
-        power = _as_float((np.int32(bounded) + np.int32(127)) << np.int32(23))
+        power = as_float((np.int32(bounded) + np.int32(127)) << np.int32(23))
         weight = _mantissa(scores[i], exponent) * power
         scores[i] = _F(0) if relative < _F(-126) else weight
 
@@ -302,15 +277,21 @@ def _are_finite(address, num):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _share(num, num_threads, unit, most):  # type: ignore[no-untyped-def]
+def _share(g, num, unit, most):  # type: ignore[no-untyped-def]
     """Return how many units a thread takes at once: several pieces each, but none too small."""
-    return min(max(num // (8 * num_threads) // unit * unit, unit), most)
+    return min(max(num // (8 * g[w.NUM_THREADS]) // unit * unit, unit), most)
+
+
+@compiled
+def _columns_at_once(g, num, most):  # type: ignore[no-untyped-def]
+    """Return how many columns a thread takes at once: of whole blocks, if these have digits."""
+    return _share(g, num, _UNIT if g[w.DIGITS] == 0 else w.DIGITS_BLOCK, most)
 
 
 @inlined
 def described(g, number):  # type: ignore[no-untyped-def]
     """Return the row that describes a program, or what mixes tokens, counted from 1."""
-    address = g[w.ADDITIONS] + 8 * w.ROW_SIZE * (number - 1)
+    address = g[w.DESCRIPTIONS] + 8 * w.ROW_SIZE * (number - 1)
     return numba.carray(pointer(address), (w.ROW_SIZE,), np.int64)
 
 
@@ -366,13 +347,14 @@ def _add_biases(address, first, results, num_rows, num):  # type: ignore[no-unty
 
 
 @compiled
-def _multiply(g, inputs, num_inputs, num_rows, digits, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
+def _multiply(g, x, num_inputs, digits, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
     """Write some columns of a matrix product, plus bias.
 
-    In a stack of matrices, the columns of one follow those of another. The digits of inputs are so
-    many bytes behind them. One row behind the results is memory for STRIP numbers and 16 more.
+    Inputs `x` are an address, bytes from one row to the next, and the number of rows; their digits
+    are so many bytes behind them. In a stack of matrices, the columns of one follow those of
+    another. One row behind the results is memory for STRIP numbers and 16 more.
     """
-    num, x, results = until - first, (inputs, 4 * num_inputs, num_rows), (out, out_step)
+    num, results, (inputs, x_step, num_rows) = until - first, (out, out_step), x
     strip = (out + out_step * (num_rows + 1) + 63) // 64 * 64
     for row in range(num_rows):
         _fill(_row(out + out_step * row, num), _F(0))
@@ -389,38 +371,10 @@ def _multiply(g, inputs, num_inputs, num_rows, digits, of, first, until, out, ou
     else:
         weight = of[w.WEIGHT] + 4 * first * num_inputs
         for k in range(0, num_inputs, DEPTH):
-            x = inputs + 4 * k, 4 * num_inputs, num_rows
+            of_x = inputs + 4 * k, x_step, num_rows
             weights = weight + 4 * k, 4 * num_inputs, num
-            add_products(g, x, weights, results, min(DEPTH, num_inputs - k))
+            add_products(g, of_x, weights, results, min(DEPTH, num_inputs - k))
     _add_biases(of[w.BIAS], first, results, num_rows, num)
-
-
-@inlined
-def _add_low_rank(g, of, num_rows, first, until, out, out_step, scratch):  # type: ignore[no-untyped-def]
-    """Add the low-rank additions to some columns of a product."""
-    num = until - first
-    added = numba.carray(pointer(g[w.ADDITIONS]), (of[w.END_ADDED], w.ROW_SIZE), np.int64)
-    sums = _row(scratch, num)
-    for number in range(of[w.FIRST_ADDED], of[w.END_ADDED]):
-        addition = added[number]
-        rank, times = addition[w.RANK], _number(addition, w.TIMES)
-        # Ranks are small: sums run along the columns, for which the factor is turned.
-        second = numba.carray(pointer(scratch + 4 * _MOST_COLUMNS), (rank, num), np.float32)
-        for i in range(num):
-            row_of_second = _row(addition[w.WEIGHT] + 4 * (first + i) * rank, rank)
-            for k in range(rank):
-                second[k, i] = row_of_second[k]
-        for row in range(num_rows):
-            _fill(sums, _F(0))
-            start = g[w.BETWEEN] + 4 * (addition[w.BETWEEN_SIZE] * row + addition[w.START])
-            between = _row(start, rank)
-            for k in range(rank):
-                for i in range(num):
-                    sums[i] += between[k] * second[k, i]
-            _add_biases(addition[w.BIAS], first, (scratch, 0), 1, num)
-            numbers = _row(out + out_step * row, num)
-            for i in range(num):
-                numbers[i] += sums[i] * times
 
 
 @inlined
@@ -432,12 +386,13 @@ def _run_products(g, phase, of_phase, scratch):  # type: ignore[no-untyped-def]
         scratch: the thread's scratch memory.
     """
     num_rows = g[w.NUM_TOKENS] if of_phase[w.TOKENS] == w.EVERY_TOKEN else g[w.NUM_KEPT]
-    inputs, num_inputs, num_all = g[of_phase[w.GIVEN]], of_phase[w.NUM_GIVEN], of_phase[w.NUM_MADE]
+    inputs, x_step, num_all = g[of_phase[w.GIVEN]], 4 * of_phase[w.NUM_GIVEN], of_phase[w.NUM_MADE]
     target, columns = g[of_phase[w.TARGET]], of_phase[w.COLUMNS]
     num_products = of_phase[w.NUM_PRODUCTS]
     most = _MOST_COLUMNS // 2 if columns != 0 and num_products == 2 else _MOST_COLUMNS
-    unit = 4 if of_phase[w.TARGET] == w.SCORES else _UNIT  # there are few experts
-    step, out_step = _share(num_all, g[w.NUM_THREADS], unit, most), 4 * _MOST_COLUMNS
+    step, out_step = _columns_at_once(g, num_all, most), 4 * _MOST_COLUMNS
+    if of_phase[w.TARGET] == w.SCORES:  # there are few experts
+        step = _share(g, num_all, 4, most)
     memory = scratch + num_rows * out_step
     for start, stop in pieces(g, phase, num_all, step):
         before = 0
@@ -450,55 +405,54 @@ def _run_products(g, phase, of_phase, scratch):  # type: ignore[no-untyped-def]
                 out = scratch + 4 * (before + first - start)
                 before += of[w.NUM_COLUMNS]
             if first < until:
-                x = inputs, num_inputs, num_rows, g[w.DIGITS]
-                _multiply(g, *x, of, first, until, out, out_step)
-                if of[w.FIRST_ADDED] < of[w.END_ADDED]:
-                    _add_low_rank(g, of, num_rows, first, until, out, out_step, memory)
+                x = inputs + 4 * of[w.START], x_step, num_rows
+                of_x = x, of[w.NUM_INPUTS], g[w.DIGITS]
+                _multiply(g, *of_x, of, first, until, out, out_step)
         for row in range(num_rows):
             numbers, made = scratch + out_step * row, target + 4 * (num_all * row + start)
             if columns == 0:
                 _copy(_row(numbers, stop - start), _row(made, stop - start))
                 continue
-            of_row = numbers, numbers + out_step // 2
-            _run_columns(g, columns, stop - start, start, of_row, made, memory)
+            given, _ = _arguments(memory)
+            given[0], given[1], given[2] = stop - start, made, numbers
+            given[3] = numbers + out_step // 2
+            _run_program(g, columns, start, start, given, 4)
             if of_phase[w.TARGET] == w.INNER:
                 _write_digits(g, made, stop - start, row)
 
 
 @compiled
-def run_rows(g, number, token, index, scratch):  # type: ignore[no-untyped-def]
-    """Run the program that a row describes, counted from 1, and return its last result's address.
+def _run_program(g, number, at, index, given, num_filled):  # type: ignore[no-untyped-def]
+    """Run the program that a row describes, counted from 1, and return its last argument.
 
     Args:
         g: the job.
         number: of the row.
-        token: number of the token.
-        index: its number in NORMED.
-        scratch: of MOST_PLACES words, and what the program needs.
+        at, index: number of the token, and its number in NORMED; or the first column.
+        given: gets the program's arguments; so many are there.
     """
     of = described(g, number)
-    given = numba.carray(pointer(scratch), (w.MOST_PLACES + 1,), np.int64)
-    given[0] = (scratch + 8 * (w.MOST_PLACES + 1) + 63) // 64 * 64
     for each in range(of[w.NUM_PLACES]):
         place = w.PLACES + 3 * each
-        at = index if of[place] == w.NORMED else token
-        given[each + 1] = g[of[place]] + of[place + 1] + of[place + 2] * at
+        step = of[place + 2] * (index if of[place] == w.NORMED else at)
+        given[num_filled + each] = g[of[place]] + of[place + 1] + step
     call_with((of[w.PROGRAM], given.ctypes.data))
-    return given[of[w.NUM_PLACES]]
+    return given[num_filled + of[w.NUM_PLACES] - 1]
 
 
 @compiled
-def _run_columns(g, number, num, start, inputs, out, memory):  # type: ignore[no-untyped-def]
-    """Run what becomes of columns from `start` on, given the row that describes it."""
-    of, (first, second) = described(g, number), inputs
-    given = numba.carray(pointer(memory), (w.MOST_PLACES,), np.int64)
-    given[0], given[1], given[2] = num, first, second
-    filled = 1 + of[w.NUM_INPUTS]
-    for each in range(of[w.NUM_CONSTANTS]):
-        place = w.CONSTANTS + 2 * each
-        given[filled + each] = of[place] + of[place + 1] * start
-    given[filled + of[w.NUM_CONSTANTS]] = out
-    call_with((of[w.PROGRAM], memory))
+def _arguments(memory):  # type: ignore[no-untyped-def]
+    """Return memory for the arguments of a program, and the address of what is free behind it."""
+    num = w.MOST_PLACES + 4
+    return numba.carray(pointer(memory), (num,), np.int64), (memory + 8 * num + 63) // 64 * 64
+
+
+@compiled
+def run_rows(g, number, token, index, scratch):  # type: ignore[no-untyped-def]
+    """Run a program of a token's row, and return its last result's address."""
+    given, free = _arguments(scratch)
+    given[0] = free
+    return _run_program(g, number, token, index, given, 1)
 
 
 @inlined
@@ -507,7 +461,7 @@ def _run_states(g, phase, of_phase, at_end, before, scratch):  # type: ignore[no
     tokens = of_phase[w.TOKENS]
     num = g[w.NUM_TOKENS] if tokens == w.EVERY_TOKEN else g[w.NUM_KEPT]
     kept = numba.carray(pointer(g[w.KEPT]), (num,), np.int64)
-    for start, stop in pieces(g, phase, num, _share(num, g[w.NUM_THREADS], 1, 8)):
+    for start, stop in pieces(g, phase, num, _share(g, num, 1, 8)):
         for index in range(start, stop):
             token = kept[index] if tokens == w.KEPT_TOKENS else index
             if at_end != 0:
@@ -719,7 +673,7 @@ def run_convolution(address: Any) -> None:
     """
     g, phase, _, layer, parts, caches, scratch = given_to_job(address)
     size = layer[w.ATTENDED_SIZE]
-    step = _share(size, g[w.NUM_THREADS], _UNIT, _MOST_COLUMNS)
+    step = _columns_at_once(g, size, _MOST_COLUMNS)
     for start, stop in pieces(g, phase, size, step):
         num = stop - start
         weights = _taps_of(layer, start, num, scratch)
@@ -756,7 +710,7 @@ def _inner_at_once(g, of, num_hit, num_rows):  # type: ignore[no-untyped-def]
     most = _MOST_COLUMNS // 2
     if of[w.LIES] & w.LIE_ACROSS:
         most = max(most, _WIDE // (2 * max(num_rows, 1)) // _UNIT * _UNIT)
-    step = _share(num_hit * of[w.EXPERT_INNER], g[w.NUM_THREADS], _UNIT, most)
+    step = _columns_at_once(g, num_hit * of[w.EXPERT_INNER], most)
     return step, -(-of[w.EXPERT_INNER] // step) if num_rows > 0 else 0
 
 
@@ -784,7 +738,7 @@ def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
             product, out = of[word : word + w.PRODUCT_SIZE], results + out_step // 2 * part
             column, columns = (2 * start, 2 * num) if alternate else (start, num)
             begin = product[w.NUM_COLUMNS] * expert + column
-            x = scratch, size, num_rows, 0
+            x = (scratch, 4 * size, num_rows), size, 0
             _multiply(g, *x, product, begin, begin + columns, out, out_step)
             begin = inner * (2 * expert + part) + column
             _add_biases(of[w.GATE_UP_BIAS], begin, (out, out_step), num_rows, columns)
@@ -792,7 +746,7 @@ def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
             gate, out = results + out_step * row, inner * (first + row) + start
             up = gate + 4 if alternate else gate + out_step // 2
             made = g[w.OF_EXPERTS] + 4 * out
-            call_compiled((of[w.GATING], num, gate, up, made))
+            call_compiled((of[w.GATING], num, made, gate, up))
             _write_digits(g, made, num, first + row)
 
 
@@ -809,16 +763,16 @@ def _run_out_of_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     most = _MOST_COLUMNS if num_rows <= _FEW_CHOICES else _UNIT
     if of[w.LIES] & w.LIE_ACROSS:
         most = max(most, _WIDE // num_rows // _UNIT * _UNIT)
-    step = _share(size, g[w.NUM_THREADS], _UNIT, most)
+    step = _columns_at_once(g, size, most)
     for start, stop in pieces(g, phase, size, step):
         num = stop - start
         for expert in range(len(ends) - 1):  # behind its results is memory of later ones
             first, until = ends[expert], ends[expert + 1]
             if first < until:
                 digits = g[w.DIGITS] + w.DIGITS_APART * first
-                x = g[w.OF_EXPERTS] + 4 * inner * first, inner, until - first, digits
+                x = g[w.OF_EXPERTS] + 4 * inner * first, 4 * inner, until - first
                 begin, out = size * expert + start, scratch + 4 * num * first
-                _multiply(g, *x, down, begin, begin + num, out, 4 * num)
+                _multiply(g, x, inner, digits, down, begin, begin + num, out, 4 * num)
         for token in range(g[w.NUM_TOKENS]):
             sums = _row(scratch + 4 * num * num_rows, num)
             _fill(sums, _F(0))
@@ -894,7 +848,6 @@ def scratch_size(
     num_experts: int = 0,
     num_chosen: int = 0,
     head_size: int = 0,
-    between: int = 0,
     taps: int = 0,
     of_recurrence: int = 0,
     of_latents: int = 0,
@@ -903,8 +856,7 @@ def scratch_size(
     """Return the bytes of scratch memory that each thread needs."""
     of_rows += 2 * w.MOST_PLACES + 32
     of_attention = _MOST_ROWS * (BLOCK + 2 * head_size + 4)
-    of_products = (num_tokens + 2) * _MOST_COLUMNS + between * (_MOST_COLUMNS + 1) + DEPTH
-    of_products += STRIP + 16
+    of_products = (num_tokens + 2) * _MOST_COLUMNS + DEPTH + STRIP + 16
     num_choices, of_experts = num_tokens * num_chosen, 0
     if num_experts > 0:
         of_inner = num_tokens * hidden + (num_tokens + 2) * _MOST_COLUMNS + 3 * _WIDE

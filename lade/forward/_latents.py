@@ -51,7 +51,8 @@ def _write_values(g, phase, of, scratch):  # type: ignore[no-untyped-def]
             got += 4 * (rank + of[w.TURNING]) * head
             _copy(_row(got, rank), _row(scratch + 4 * rank * token, rank))
         first = (of[w.STRAIGHT] + size) * head + of[w.STRAIGHT]
-        _multiply(g, scratch, rank, num, 0, of_expand, first, first + size, out, 4 * size)
+        x = scratch, 4 * rank, num
+        _multiply(g, x, rank, 0, of_expand, first, first + size, out, 4 * size)
         for token in range(num):
             target = 4 * (of[w.ATTENDED_SIZE] * token + size * head)
             _copy(_row(out + 4 * size * token, size), _row(g[w.ATTENDED] + target, size))

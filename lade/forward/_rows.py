@@ -17,74 +17,98 @@ import numpy as np
 
 from lade.forward._experts import select
 from lade.forward._kernels import (
-    _F,
     _exponential,
+    _exponential_of_negative,
     _largest,
     _row,
-    _sigmoid,
     _silu,
-    _softplus,
-    _sum,
+    _summing,
     _tanh,
 )
 from lade.forward._tiles import compiled, job, pointer
 
+F = np.float32
+_MOST_SOFTENED = F(20)  # above, a softplus is the number itself, as torch has it
+_one_by_one = threading.Lock()
+
+# --- what programs call, by its name here ---------------------------------------------------------
+
+largest, row, silu, tanh = _largest, _row, _silu, _tanh
+
+
+@_summing
+def total(row):  # type: ignore[no-untyped-def]
+    made = F(0)
+    for number in row:
+        made += number
+    return made
+
 
 @compiled
-def _square(x):  # type: ignore[no-untyped-def]
+def square(x):  # type: ignore[no-untyped-def]
     return x * x
 
 
 @compiled
-def _cube(x):  # type: ignore[no-untyped-def]
+def cube(x):  # type: ignore[no-untyped-def]
     return x * x * x
 
 
 @compiled
-def _at_least(x, low):  # type: ignore[no-untyped-def]
+def at_least(x, low):  # type: ignore[no-untyped-def]
     return low if x < low else x  # NaN stays
 
 
 @compiled
-def _at_most(x, high):  # type: ignore[no-untyped-def]
+def at_most(x, high):  # type: ignore[no-untyped-def]
     return high if x > high else x
 
 
 @compiled
-def _larger(x, y):  # type: ignore[no-untyped-def]
+def larger(x, y):  # type: ignore[no-untyped-def]
     return x if x > y or x != x else y
 
 
 @compiled
-def _smaller(x, y):  # type: ignore[no-untyped-def]
+def smaller(x, y):  # type: ignore[no-untyped-def]
     return x if x < y or x != x else y
 
 
 @compiled
-def _any_exponential(x):  # type: ignore[no-untyped-def]
-    bounded = _F(89) if x > _F(89) else x
-    power = _exponential(bounded * _F(0.5) if x > _F(88) else bounded)
-    return power * power if x > _F(88) else power
+def exponential(x):  # type: ignore[no-untyped-def]
+    bounded = F(89) if x > F(89) else x
+    power = _exponential(bounded * F(0.5) if x > F(88) else bounded)
+    return power * power if x > F(88) else power
 
 
 @compiled
-def _gelu(x):  # type: ignore[no-untyped-def]
-    return _F(0.5) * x * (_F(1) + _F(math.erf(x * _F(0.7071067811865476))))
+def sigmoid(x):  # type: ignore[no-untyped-def]
+    return F(1) / (F(1) + _exponential_of_negative(x))
 
 
 @compiled
-def _gelu_by_tanh(x):  # type: ignore[no-untyped-def]
-    cubed = _F(0.044715) * x * x * x
-    return _F(0.5) * x * (_F(1) + _tanh(_F(0.7978845608028654) * (x + cubed)))
+def softplus(x):  # type: ignore[no-untyped-def]
+    return x if x > _MOST_SOFTENED else F(math.log1p(math.exp(x)))
 
 
 @compiled
-def _integers(address, size):  # type: ignore[no-untyped-def]
+def gelu(x):  # type: ignore[no-untyped-def]
+    return F(0.5) * x * (F(1) + F(math.erf(x * F(0.7071067811865476))))
+
+
+@compiled
+def gelu_by_tanh(x):  # type: ignore[no-untyped-def]
+    cubed = F(0.044715) * x * x * x
+    return F(0.5) * x * (F(1) + tanh(F(0.7978845608028654) * (x + cubed)))
+
+
+@compiled
+def integers(address, size):  # type: ignore[no-untyped-def]
     return numba.carray(pointer(address), (size,), np.int64)
 
 
 @compiled
-def _choose(row, out, memory, is_sorted):  # type: ignore[no-untyped-def]
+def choose(row, out, memory, is_sorted):  # type: ignore[no-untyped-def]
     order = numba.carray(pointer(memory.ctypes.data), (len(row),), np.int64)
     select(row, order, len(out), is_sorted)
     for i in range(len(out)):
@@ -92,52 +116,27 @@ def _choose(row, out, memory, is_sorted):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _choose_first(row, out):  # type: ignore[no-untyped-def]
+def choose_first(row, out):  # type: ignore[no-untyped-def]
     out[0] = 0
     for i in range(len(row)):
         out[0] = i if row[i] > row[int(out[0])] else out[0]
 
 
 @compiled
-def _take(row, places, out):  # type: ignore[no-untyped-def]
+def take(row, places, out):  # type: ignore[no-untyped-def]
     for i in range(len(out)):
         out[i] = row[int(places[i])]
 
 
 @compiled
-def _put(row, places, out, number):  # type: ignore[no-untyped-def]
+def put(row, places, out, number):  # type: ignore[no-untyped-def]
     for i in range(len(out)):
         out[i] = row[i]
     for place in places:
         out[int(place)] = number
 
 
-#: What programs call, by the names in their source.
-FUNCTIONS = {
-    "F": np.float32,
-    "np": np,
-    "math": math,
-    "total": _sum,
-    "largest": _largest,
-    "square": _square,
-    "cube": _cube,
-    "at_least": _at_least,
-    "at_most": _at_most,
-    "larger": _larger,
-    "smaller": _smaller,
-    "exponential": _any_exponential,
-    "tanh": _tanh,
-    "sigmoid": _sigmoid,
-    "silu": _silu,
-    "gelu": _gelu,
-    "gelu_by_tanh": _gelu_by_tanh,
-    "softplus": _softplus,
-    "choose": _choose,
-    "choose_first": _choose_first,
-    "take": _take,
-    "put": _put,
-}
-_one_by_one = threading.Lock()
+# --- programs --------------------------------------------------------------------------------
 
 
 def address_of(text: str, given: Sequence[str], tables: Sequence[Sequence[int]] = ()) -> int:
@@ -148,7 +147,7 @@ def address_of(text: str, given: Sequence[str], tables: Sequence[Sequence[int]] 
         given: source of its arguments, in which `given` has those int64.
         tables: tables of indices that it reads.
     """
-    call = f"def run(address):\n    given = carray(address, ({len(given)},), np.int64)\n"
+    call = f"def run(address):\n    given = carray(address, ({len(given) + 3},), np.int64)\n"
     call += f"    program({', '.join(given)})\n"
     with _one_by_one:
         return int(_compiled(text, call, tuple(map(tuple, tables))).address)
@@ -156,8 +155,7 @@ def address_of(text: str, given: Sequence[str], tables: Sequence[Sequence[int]] 
 
 @cache
 def _compiled(text: str, call: str, tables: tuple[tuple[int, ...], ...]) -> Any:
-    space: dict[str, Any] = {**FUNCTIONS, "carray": numba.carray, "__name__": __name__}
-    space |= {"row": _row, "integers": _integers}
+    space: dict[str, Any] = {**globals(), "carray": numba.carray}
     space |= {f"t{number}": np.array(each, np.int64) for number, each in enumerate(tables)}
     exec(compile(text, __file__, "exec"), space)
     versions = numba.__version__, llvmlite.__version__

@@ -3,7 +3,7 @@
 y = x · Wᵀ. Each weight is read once, and used for all rows while it is in the cache. Meanwhile the
 next weights are prefetched, because memory is slower than cores here. Each sum runs along a row of
 the weight as the model stores it, so no weight is packed and no copy can go stale. Weights are
-float32 here (`_packed.py` has all others), and values also of 16 bits, widened in registers.
+float32 or of 16 bits, which are widened in registers; `_packed.py` unpacks all others.
 """
 
 import threading
@@ -44,9 +44,13 @@ LANES = 16 if FEATURES.get("avx512f") else 8
 # A tile is the sums of ROWS rows and COLUMNS columns, held in registers: AVX-512 has 32, AVX2 16. A
 # vector that is loaded once serves several products. DEPTH inputs of each row, as many as fit into
 # the first-level cache, are summed at once.
-ROWS, COLUMNS, DEPTH = 4, 4 if LANES == 16 else 3, 1024
+ROWS, COLUMNS, DEPTH = 6 if LANES == 16 else 4, 4 if LANES == 16 else 3, 1024
 BLOCK = 64  # keys that fit into the first-level cache
-_VECTORS = 4 if LANES == 16 else 2  # vectors of values whose sums fit into registers, for ROWS rows
+# Tiles of weights in 16 bits, each of which is widened once for all rows: of few rows, and of more.
+FEW, TALL = ((4, 4), (8, 2)) if LANES == 16 else ((4, 2), (4, 2))
+_LEAST_AHEAD = 4096  # bytes, at least, that weights are prefetched
+# Rows of weighted values, and vectors of these, whose sums fit into registers.
+_WEIGHTED, _VECTORS = 4, 4 if LANES == 16 else 2
 # The same number for a single row, and how many rows ahead values are prefetched. 8 is a tenth to a
 # half faster than no prefetch, and 16 no faster, if each row lies in another page.
 _OF_ONE, _AHEAD = 8, 8
@@ -105,6 +109,12 @@ def changing(operation: str) -> Any:
 take = changing("add")
 
 
+@instruction(types.float32, types.int32)
+def as_float(builder: Any, bits: Any) -> Any:
+    """Return the float32 of some bits."""
+    return builder.bitcast(bits, _FLOAT)
+
+
 @instruction(types.void)
 def call_compiled(builder: Any, of: Any) -> None:
     """Call a function that is compiled apart, given its address and its arguments, int64."""
@@ -125,29 +135,41 @@ def call_with(builder: Any, of: Any) -> None:
     builder.call(builder.inttoptr(function, kind.as_pointer()), [given])
 
 
-@instruction(types.void)
-def _tile(builder: Any, of: Any) -> None:
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def _tile(typing_context: Any, format_: Any, of: Any) -> Any:
     """Add the products of inputs and weights to a tile of the results.
 
     Each tile size has its LLVM instructions, written here one by one: a compiler of loops finds
     neither the sums to keep in registers nor the moments to prefetch.
 
     Args:
-        builder: LLVM's.
-        of: number of rows (1 to ROWS) and of columns (COLUMNS, or 1 for a single row); address of
-            the first input, and bytes from one row to the next; address of the first weight, and
-            bytes from one column to the next; address of the first result, and bytes from one row
-            to the next; number of inputs; index of this tile among the tiles of the same columns,
-            and their number.
+        typing_context: Numba's.
+        format_: of the weights, a constant.
+        of: number of rows and of columns, of a size in `_sizes`; address of the first input, and
+            bytes from one row to the next; address of the first weight, and bytes from one column
+            to the next; address of the first result, and bytes from one row to the next; number of
+            inputs; index of this tile among the tiles of the same columns, and their number.
     """
-    num_rows, num_columns, *given = cgutils.unpack_tuple(builder, of)
-    size = builder.add(builder.mul(num_rows, _INT64(8)), num_columns)
-    sizes = [(rows, COLUMNS) for rows in range(1, ROWS + 1)] + [(1, 1)]
-    cases = {
-        8 * rows + columns: partial(_write_tile, builder, range(rows), range(columns), given)
-        for rows, columns in sizes
-    }
-    by_case(builder, size, cases)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        num_rows, num_columns, *given = cgutils.unpack_tuple(builder, arguments[1])
+        kind = format_.literal_value
+        cases = {
+            8 * rows + columns: partial(_write_tile, builder, kind, rows, columns, given)
+            for rows, columns in _sizes(kind)
+        }
+        by_case(builder, builder.add(builder.mul(num_rows, _INT64(8)), num_columns), cases)
+        return context.get_dummy_value()
+
+    return types.void(format_, of), generate
+
+
+def _sizes(format_: int) -> list[tuple[int, int]]:
+    """Return the sizes of tiles, in rows and columns."""
+    if format_ == FLOAT32:
+        return [*((rows + 1, COLUMNS) for rows in range(ROWS)), (1, 1)]
+    few = {(rows + 1, FEW[1]) for rows in range(FEW[0])}
+    return sorted(few | {(rows, TALL[1]) for rows in range(FEW[0], TALL[0] + 1)} | {(1, 1)})
 
 
 def everywhere(build: Any, number: Any, kind: Any) -> Any:
@@ -182,14 +204,16 @@ def by_case(builder: Any, number: Any, cases: Mapping[int, Callable[[], object]]
     builder.position_at_end(end)
 
 
-def _write_tile(build: Any, rows: range, columns: range, given: Any) -> None:
+def _write_tile(build: Any, format_: int, num_rows: int, num_columns: int, given: Any) -> None:
     """Write the code of a tile of one size; `given` is the rest of the tuple of `_tile`."""
     x, x_step, w, w_step, out, out_step, size, part, num_parts = given
-    num = _LINE // 4
+    rows, columns, width = range(num_rows), range(num_columns), _WIDTHS[format_]
+    num, stored = _LINE // width, ir.VectorType(_STORED[format_], LANES)
     inputs = [build.add(x, build.mul(x_step, _INT64(row))) for row in rows]
     weights = [build.add(w, build.mul(w_step, _INT64(column))) for column in columns]
     # Each tile of these columns prefetches other columns of the next, so memory is never idle.
-    far = build.mul(w_step, _INT64(len(columns)))
+    far, least = build.mul(w_step, _INT64(len(columns))), _INT64(_LEAST_AHEAD)
+    far = build.select(build.icmp_unsigned("<", far, least), least, far)
     ahead = [
         build.select(
             build.icmp_unsigned("==", build.urem(_INT64(column), num_parts), part), far, _INT64(0)
@@ -201,33 +225,40 @@ def _write_tile(build: Any, rows: range, columns: range, given: Any) -> None:
     num_lines = build.udiv(size, _INT64(num))
 
     def add(sums: Any, index: Any, kind: Any) -> None:
-        wide = [build.load(at(build, each, index, 4, kind), align=4) for each in weights]
-        add_wide(build, sums, inputs, wide, index, kind)
+        in_memory = kind if format_ == FLOAT32 else stored
+        loaded = [build.load(at(build, x, index, width, in_memory), align=width) for x in weights]
+        wide = loaded if format_ == FLOAT32 else [widened(build, each) for each in loaded]
+        for of_row, address_of_row in zip(sums, inputs, strict=True):
+            values = build.load(at(build, address_of_row, index, 4, kind), align=4)
+            for address, of_column in zip(of_row, wide, strict=True):
+                build.store(fused(build, values, of_column, build.load(address)), address)
 
-    with cgutils.for_range(build, num_lines) as lines:
-        start = build.mul(lines.index, _INT64(num))
+    def add_line(line: Any) -> None:
+        start = build.mul(line, _INT64(num))
         for column in columns:
-            line = build.add(weights[column], build.mul(start, _INT64(4)))
-            fetch(build, build.add(line, ahead[column]))
+            address = build.add(weights[column], build.mul(start, _INT64(width)))
+            fetch(build, build.add(address, ahead[column]))
         for i in range(0, num, LANES):
             add(sums, build.add(start, _INT64(i)), _FLOATS)
+
+    odd = build.and_(num_lines, _INT64(1))
+    with cgutils.for_range(build, build.lshr(num_lines, _INT64(1))) as pairs:
+        first = build.shl(pairs.index, _INT64(1))
+        add_line(first)
+        add_line(build.add(first, _INT64(1)))
+    with cgutils.for_range(build, odd):
+        add_line(build.sub(num_lines, _INT64(1)))
     results = [build.add(out, build.mul(out_step, _INT64(row))) for row in rows]
-    add_totals(build, sums, results)
+    _add_totals(build, sums, results)
+    if format_ != FLOAT32:  # has whole lines
+        return
     alone = [[at(build, row, _INT64(column), 4, _FLOAT) for column in columns] for row in results]
     start = build.mul(num_lines, _INT64(num))
     with cgutils.for_range(build, build.sub(size, start)) as rest:
         add(alone, build.add(start, rest.index), _FLOAT)
 
 
-def add_wide(build: Any, sums: Any, inputs: Any, wide: Any, index: Any, kind: Any) -> None:
-    """Write code that adds to sums the products of each row's vector with each column's."""
-    for of_row, address_of_row in zip(sums, inputs, strict=True):
-        values = build.load(at(build, address_of_row, index, 4, kind), align=4)
-        for address, of_column in zip(of_row, wide, strict=True):
-            build.store(fused(build, values, of_column, build.load(address)), address)
-
-
-def add_totals(build: Any, sums: Any, addresses: Any) -> None:
+def _add_totals(build: Any, sums: Any, addresses: Any) -> None:
     """Write code that adds up each vector, and adds the totals to numbers at one address per row.
 
     The numbers of a vector are always added in the same order: its two halves first, for two
@@ -321,14 +352,18 @@ def _compile(function: Callable[[Any], None]) -> Any:
 
 
 @inlined
-def _add_products(inputs, weights, results, size):  # type: ignore[no-untyped-def]
-    x, x_step, num_rows = inputs
+def add_tiles(format_, most, inputs, weights, results, size):  # type: ignore[no-untyped-def]
+    """Add products as `add_products`, of weights in a format, by tiles of at most so many rows.
+
+    `most` are the rows and the columns of a tile. Rows in 16 bits are whole lines.
+    """
+    (most_rows, most_columns), (x, x_step, num_rows) = most, inputs
     w, w_step, num_columns = weights
     y, y_step = results
     column = 0
     while column < num_columns:
-        width_of_tile = COLUMNS if column + COLUMNS <= num_columns else 1
-        num_parts = -(-num_rows // (ROWS if width_of_tile == COLUMNS else 1))
+        width_of_tile = most_columns if column + most_columns <= num_columns else 1
+        num_parts = -(-num_rows // (most_rows if width_of_tile == most_columns else 1))
         row = 0
         for part in range(num_parts):  # with about the same number of rows
             until = num_rows * (part + 1) // num_parts
@@ -345,7 +380,7 @@ def _add_products(inputs, weights, results, size):  # type: ignore[no-untyped-de
                 part,
                 num_parts,
             )
-            _tile(of_tile)
+            _tile(format_, of_tile)
             row = until
         column += width_of_tile
 
@@ -356,15 +391,15 @@ def _sum_values(builder: Any, of: Any) -> None:
 
     Args:
         builder: LLVM's.
-        of: format of the values; number of rows (1 to ROWS) and of vectors (_VECTORS or 1; for a
-            single row also _OF_ONE); address of the first weight, float32, and bytes from one row
-            to the next; address of the first value, and bytes from one value to the next; address
-            of the first result, and bytes from one row to the next; number of values; address of
-            the sums of the weights.
+        of: format of the values; number of rows (1 to _WEIGHTED) and of vectors (_VECTORS or 1;
+            for a single row also _OF_ONE); address of the first weight, float32, and bytes from one
+            row to the next; address of the first value, and bytes from one value to the next;
+            address of the first result, and bytes from one row to the next; number of values;
+            address of the sums of the weights.
     """
     format_, num_rows, num_vectors, *given = cgutils.unpack_tuple(builder, of)
     size = builder.add(builder.mul(num_rows, _INT64(16)), num_vectors)
-    sizes = [(rows, vectors) for rows in range(1, ROWS + 1) for vectors in (1, _VECTORS)]
+    sizes = [(rows, vectors) for rows in range(1, _WEIGHTED + 1) for vectors in (1, _VECTORS)]
     cases = {
         128 * of_format + 16 * rows + vectors: partial(
             _write_sums, builder, of_format, range(rows), range(vectors), given
@@ -429,10 +464,10 @@ def _add_rows(format_, weights, values, results, size, totals):  # type: ignore[
         while most > 1 and start + LANES * most > size:
             most = _VECTORS if most > _VECTORS else 1
         num_vectors = most
-        for row in range(0, num_rows, ROWS):
+        for row in range(0, num_rows, _WEIGHTED):
             of_sums = (
                 format_,
-                min(ROWS, num_rows - row),
+                min(_WEIGHTED, num_rows - row),
                 num_vectors,
                 weight + weight_step * row,
                 weight_step,
@@ -454,7 +489,7 @@ def run_tiles(address: Any) -> None:
     inputs, weights = (given[1], given[2], given[3]), (given[4], given[5], given[6])
     results, size, totals = (given[7], given[8]), given[9], given[10]
     if totals == 0:
-        _add_products(inputs, weights, results, size)
+        add_tiles(FLOAT32, (ROWS, COLUMNS), inputs, weights, results, size)
     else:
         _add_rows(given[0], inputs, weights, results, size, totals)
 

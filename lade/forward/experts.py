@@ -37,38 +37,6 @@ def experts_in(layer: nn.Module, calls: Mapping[nn.Module, Any]) -> nn.Module | 
     return found[0] if found else None
 
 
-class _Stack(NamedTuple):
-    """The stacked weights of experts, and their biases if they have some."""
-
-    weights: tuple[Any, Any]  # gate and up together, and down
-    biases: tuple[Tensor | None, Tensor | None]
-    inner: int
-    lies: int
-
-    def matrix(self, which: int, expert: int) -> Tensor:
-        """Return one of an expert's weights, [inputs, columns]."""
-        weight: Tensor = self.weights[which][expert]
-        return weight if self.lies & words.LIE_ACROSS else weight.T
-
-
-def _stack_of(module: Any, hidden: int) -> _Stack:
-    """Return the stacked weights of a module, if they have known names and shapes."""
-    held: dict[str, Any] = {**module._parameters, **vars(module)}
-    stacks: list[Any] = [held.get(name) for name in STACKS]
-    up, down, *biases = stacks
-    is_known = {*module._parameters} <= {*STACKS, *PARTS} and up is not None and down is not None
-    if is_known:
-        num, inner = len(up), down.numel() // (len(up) * hidden)
-        shapes = [(num, 2 * inner, hidden), (num, hidden, inner)]
-        across = [(each[0], each[2], each[1]) for each in shapes]
-        lies = words.LIE_ACROSS if [up.shape, down.shape] == across else 0
-        is_known = bool(lies) or [up.shape, down.shape] == shapes
-        wanted = zip(biases, ((num, 2 * inner), (num, hidden)), strict=True)
-        is_known = is_known and all(each is None or each.shape == shape for each, shape in wanted)
-    require(is_known, f"{type(module).__name__} has weights of other shapes")
-    return _Stack((up, down), (biases[0], biases[1]), inner, lies)
-
-
 def read_experts(
     module: nn.Module, call: Any, states: Tensor, chosen: Tensor, shares: Tensor
 ) -> StacksPlan:
@@ -79,8 +47,12 @@ def read_experts(
         call: its call in the watched forward.
         states, chosen, shares: what it gets.
     """
-    stack, found = _stack_of(module, states.shape[1]), set[tuple[int, str]]()
-    reason = f"{type(module).__name__} computes otherwise"
+    held: dict[str, Any] = {**module._parameters, **vars(module)}
+    stacks, biases = ([held.get(name) for name in names] for names in (STACKS[:2], STACKS[2:]))
+    is_known = all(each is not None for each in stacks)
+    is_known = is_known and {*module._parameters} <= {*STACKS, *PARTS}
+    require(is_known, f"{type(module).__name__} has other weights")
+    found, reason = set[Any](), f"{type(module).__name__} computes otherwise"
     parts = states.new_zeros((*chosen.shape, states.shape[1]))
     for expert in sorted({*chosen.flatten().tolist()}):
         put = {id(chosen): torch.full_like(chosen[:, :1], expert)}
@@ -91,14 +63,15 @@ def read_experts(
             out = module(*args, **kwargs)
         made = trace.made_by("mm", "addmm")
         require(len(made) == 2, reason)
-        given, sums = list[Value](), list[Value]()
-        for which, value in enumerate(made):
-            *biases, taken, weight = value.node.ins
-            bias, total = stack.biases[which], taken.tensor @ stack.matrix(which, expert)
-            if bias is not None and not biases:
+        given, sums, across = list[Value](), list[Value](), list[bool]()
+        for value, stack, bias in zip(made, stacks, biases, strict=True):
+            *added, taken, weight = value.node.ins
+            across.append(torch.equal(weight.tensor, stack[expert]))
+            is_product = across[-1] or torch.equal(weight.tensor, stack[expert].T)
+            if bias is not None and not added:
                 value = next(x for x in trace.made_by("add") if value in x.node.ins)
+            total = taken.tensor @ weight.tensor
             total = total if bias is None else total + bias[expert]
-            is_product = torch.equal(weight.tensor, stack.matrix(which, expert))
             require(is_product and is_near(value.tensor, total), reason)
             given.append(taken)
             sums.append(value)
@@ -106,19 +79,28 @@ def read_experts(
         rows = TokenRows(len(states), lambda _: None)
         rows.give(sums[0], 0)
         columns = Writer(rows, given[1:], sums[:1].__contains__).columns(steps=(1, 2))
-        found.add(_lying(columns, stack))
+        inner = sums[0].shape[-1] // 2
+        alternate, gating = _gating(columns, inner)
+        found.add((*across, alternate, inner, gating))
         parts[chosen == expert] = out[torch.where(chosen == expert)[0]]
     is_sum = is_near((parts * shares[..., None]).sum(dim=1), call.out)
     require(is_sum and len(found) == 1 and not columns.constants, reason)
-    lies, gating = found.pop()
-    return StacksPlan(module, lies, stack.inner, gating)
+    first, second, alternate, inner, gating = found.pop()
+    require(first == second, reason)
+    lies = words.LIE_ACROSS * first | words.ALTERNATE * alternate
+    return StacksPlan(module, lies, inner, gating)
 
 
-def _lying(columns: Columns, stack: _Stack) -> tuple[int, str]:
-    """Return how a stack lies, and the program that joins columns of gate and up, gate first."""
+def _gating(columns: Columns, inner: int) -> tuple[bool, str]:
+    """Return whether gate and up alternate, and the program that joins their columns, gate first.
+
+    Args:
+        columns: what becomes of the columns of both.
+        inner: number of columns of each.
+    """
     places = [place for _, *place in columns.inputs]
     alternate = places in ([[0, 2], [1, 2]], [[1, 2], [0, 2]])
-    in_order = alternate or sorted(places) == [[0, 1], [stack.inner, 1]]
-    require(in_order and columns.size == stack.inner, "experts have another order of columns")
+    in_order = alternate or sorted(places) == [[0, 1], [inner, 1]]
+    require(in_order and columns.size == inner, "experts have another order of columns")
     text = columns.text if places[0][0] == 0 else columns.text.replace("a0, a1", "a1, a0", 1)
-    return stack.lies | (words.ALTERNATE if alternate else 0), text
+    return alternate, text

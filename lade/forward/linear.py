@@ -82,6 +82,7 @@ class Products:
             job[row + words.GIVEN], job[row + words.NUM_GIVEN] = words.NORMED, num_inputs
             job[row + words.TARGET], job[row + words.NUM_MADE] = words.LOGITS, num_columns
             job[row + words.WEIGHT], job[row + words.NUM_COLUMNS] = weight.data_ptr(), num_columns
+            job[row + words.NUM_INPUTS] = num_inputs
             job[row + words.BIAS] = 0 if bias is None else bias.data_ptr()
             if packed is not None:
                 job[row + words.PACKED], job[row + words.ROW_BYTES] = packed[0], weight.shape[1]

@@ -64,7 +64,7 @@ def _clamp(given: str, min: str | None = None, max: str | None = None) -> str:
     return made if max is None else f"at_most({made}, {max})"
 
 
-def _sum(sign: str) -> Callable[..., str]:
+def _joined(sign: str) -> Callable[..., str]:
     def write(mine: str, other: str, alpha: str = number(1)) -> str:
         return f"({mine} {sign} {other if alpha == number(1) else f'{alpha} * {other}'})"
 
@@ -80,13 +80,12 @@ def _gelu(given: str, approximate: str = "none") -> str:
     return f"gelu({given})" if approximate == "none" else f"gelu_by_tanh({given})"
 
 
+_SIGNS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "gt": ">"}
+_SIGNS |= {"ge": ">=", "lt": "<", "le": "<=", "logical_and": "and", "bitwise_and": "and"}
 #: From the source of a map's arguments to that of its result.
 MAPS: dict[str, Callable[..., str]] = {
-    "add": _sum("+"),
-    "sub": _sum("-"),
+    **{name: _joined(sign) for name, sign in _SIGNS.items()},
     "rsub": lambda mine, other: f"({other} - {mine})",
-    "mul": lambda mine, other: f"({mine} * {other})",
-    "div": lambda mine, other: f"({mine} / {other})",
     "neg": lambda x: f"(-{x})",
     "abs": lambda x: f"abs({x})",
     "square": lambda x: f"square({x})",
@@ -114,16 +113,8 @@ MAPS: dict[str, Callable[..., str]] = {
     "where": lambda holds, mine, other: f"({mine} if {holds} else {other})",
     "masked_fill": lambda mine, holds, other: f"({other} if {holds} else {mine})",
     "addcmul": lambda mine, first, second: f"({mine} + {first} * {second})",
-    "eq": lambda mine, other: f"({mine} == {other})",
-    "ne": lambda mine, other: f"({mine} != {other})",
-    "gt": lambda mine, other: f"({mine} > {other})",
-    "ge": lambda mine, other: f"({mine} >= {other})",
-    "lt": lambda mine, other: f"({mine} < {other})",
-    "le": lambda mine, other: f"({mine} <= {other})",
     "logical_not": lambda x: f"(not {x})",
     "bitwise_not": lambda x: f"(not {x})",
-    "logical_and": lambda mine, other: f"({mine} and {other})",
-    "bitwise_and": lambda mine, other: f"({mine} and {other})",
 }
 
 

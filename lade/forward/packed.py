@@ -275,9 +275,6 @@ def _compiled(weight: Tensor, format_: int, by_digits: bool) -> Function | None:
 
     if by_digits and not has_digits(format_):
         return function_of(weight, format_, by_digits=False)
-    looks_up = format_ in (_packed.IQ4_NL, _packed.IQ4_XS, _packed.MXFP4)
-    if looks_up and not _packed.HAS_IQ4:
-        return None
     compiled = (_digits if by_digits else _packed).product_of(format_)
     function = Function(compiled.address, compiled.ctypes, *words.BLOCKS[format_][1:], by_digits)
     per_row = weight.shape[1] // function.bytes * function.numbers

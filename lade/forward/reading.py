@@ -6,7 +6,6 @@ program, or does not fit into a layer of a job, raises `UnsupportedForwardError`
 """
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
 
 from lade.compat import CACHE, Model, attention_of, placeholders_of
 from lade.compat.attempts import Attempt
@@ -46,29 +46,17 @@ _HONOURED = {
     "logits_to_keep",
 }
 _LINEARS = (nn.Linear, PackedLinear)
-_NOTHING = (nn.Dropout, nn.Identity)  # these change nothing when a text is generated
 _LATER = {words.KEPT_TOKENS: words.KEPT_ROWS}  # tokens of programs behind products of some
-# What becomes of columns to which others are added.
-_ADDED = re.compile(r"\((.+) \+ \(a(\d+)\[i\] \* F\(([-+.e\d]+)\)\)\)")
-
-
-class AdditionPlan(NamedTuple):
-    """A low-rank addition to a linear layer: the product of two others, times a factor."""
-
-    first: nn.Linear  # from inputs to the rank
-    second: nn.Linear
-    times: float
 
 
 class ProductPlan(NamedTuple):
-    """Some columns of a linear layer, with their low-rank additions."""
+    """Some columns of a linear layer."""
 
     module: nn.Module
     first: int
     num: int
     num_inputs: int
-    around: nn.Module  # the module that returns the sum; the layer itself without additions
-    added: tuple[AdditionPlan, ...] = ()
+    start: int = 0  # of its inputs in a token's row
 
 
 class CallPlan(NamedTuple):
@@ -121,9 +109,10 @@ class RowsStep(NamedTuple):
 
 
 class ProductsPlan(NamedTuple):
-    """A phase of a job: products of the same numbers."""
+    """A phase of a job: products of the same numbers, or of parts of one row."""
 
     products: tuple[ProductPlan, ...]
+    row: int  # numbers of a token's row of inputs
     given: int  # word of the job, as the next
     target: int  # of the columns side by side, or of what becomes of them
     columns: ColumnsPlan | None = None  # of the columns of each product
@@ -217,18 +206,6 @@ class _Part(NamedTuple):
     plan: Any  # ProductsPlan, MixingPlan, ExpertsPlan
 
 
-class _Caching:
-    """Notes what an attention caches, in place of a cache."""
-
-    def __init__(self) -> None:
-        self.cached: tuple[Tensor, ...] = ()
-
-    def update(self, *cached: Any, **_: Any) -> tuple[Tensor, Tensor]:
-        """Return keys and values as they are given."""
-        self.cached = cached[:2]
-        return cached[0], cached[1]
-
-
 @torch.inference_mode(mode=False)
 @torch.no_grad()
 def read(model: Model) -> DecoderPlan:
@@ -313,13 +290,6 @@ def _with_originals(value: Any, originals: dict[Any, Any]) -> Any:
     return originals[id(value)]
 
 
-def products_of(plan: DecoderPlan) -> list[ProductPlan]:
-    """Return the products of all layers."""
-    lists = plan.ahead, *(layer.phases for layer in plan.layers), plan.last[:-1]
-    phases = (each for phases in lists for each in phases if type(each) is ProductsPlan)
-    return [product for each in phases for product in each.products]
-
-
 class _Reader:
     """Finds the plan of one forward that was traced."""
 
@@ -342,13 +312,6 @@ class _Reader:
         self._keys: dict[Value, int] = {}  # the layer that made keys
         # What layers get besides states, and where it lies.
         self._given: dict[nn.Module, tuple[Value, Place]] = {}
-        # Linear layers inside of adapters.
-        self._adapted: dict[nn.Module, tuple[nn.Linear, tuple[AdditionPlan, ...]]] = {}
-        for module in view.modules():
-            found = self._additions(module) if module._modules else None
-            if found is not None:
-                self._adapted[module] = found
-        inside = {each for module in self._adapted for each in module.modules()} - {*self._adapted}
         # What gives a value of positions, and its number among all that is given.
         self._called: dict[Value, tuple[CallPlan, int] | None] = {}
         self._now: dict[Value, Place] = {}  # what may be read of the layer now
@@ -361,7 +324,7 @@ class _Reader:
                 for place, made in enumerate(call.made):
                     self._makers.setdefault(made, []).append((module, call, place))
             is_one = len(calls) == 1 and isinstance(calls[0].out, Tensor)
-            if self._is_product(module) and module not in inside and is_one:
+            if isinstance(module, PRODUCTS) and is_one:
                 (made,) = calls[0].made
                 self._products[made] = module
                 self._rows.follow(made, calls[0].given[0])
@@ -522,7 +485,8 @@ class _Reader:
         is_of_head = [(each, first) for each, first, _ in columns.inputs] == [(made, 0)]
         require(is_of_head, "its logits are not what its head gives")
         finish = None if columns.is_copy else self._columns_plan(columns)
-        of_head = (self._product(head),), words.NORMED, words.LOGITS, finish
+        product = self._product(head)
+        of_head = (product,), product.num_inputs, words.NORMED, words.LOGITS, finish
         return ProductsPlan(*of_head, tokens=words.KEPT_TOKENS)
 
     def _embedding(self, states: Value) -> RowsStep:
@@ -607,7 +571,9 @@ class _Reader:
         wanted, reads, lying = list[dict[Value, Place]](), list[int](), dict[int, Value]()
         for given, outs, plan in parts:
             word, places = words.NORMED, given
-            if type(plan) is ProductsPlan:
+            if type(plan) is ProductsPlan and not given:
+                word = plan.given
+            elif type(plan) is ProductsPlan:
                 (value,) = given
                 there = [each for each, other in lying.items() if other is value]
                 word, places = (there[0], {}) if there else (words.NORMED, given)
@@ -674,6 +640,8 @@ class _Reader:
     def _in_products(self, values: Sequence[Value], *, fuses: bool = False) -> Iterator[_Part]:
         """Yield the parts that give products, in the order of calls, those of equal inputs as one.
 
+        Products of what lies among these, as in low-rank adapters, read it there and are one.
+
         Args:
             values: the products, which are taken from those that are left.
             fuses: whether what becomes of their columns one by one is made with them.
@@ -681,18 +649,28 @@ class _Reader:
         self._left = {each: module for each, module in self._left.items() if each not in values}
         modules = {each: self._products[each] for each in values}
         givens = {each: self._origin(self._value_given(x)) for each, x in modules.items()}
+        outs = dict[Value, Place]()
         while givens:
-            given = next(iter(givens.values()))
-            alike = [each for each, other in givens.items() if other is given]
+            lying, outs = outs if len(outs) > 1 else {}, {}
+            within, first = [x for x in givens if givens[x] in lying], next(iter(givens.values()))
+            alike = within or [each for each, given in givens.items() if given is first]
             alike = alike[: words.MOST_PRODUCTS]
+            given = givens[alike[0]]
+            wide = Place(words.NORMED, 0, self._rows.layout(given).size)
+            places = [lying.get(givens[each], wide) for each in alike]
+            made = tuple(
+                self._product(modules[each])._replace(start=place.first)
+                for each, place in zip(alike, places, strict=True)
+            )
+            word, _, row, _ = places[0]
+            target = words.SECONDS if within else words.MIXED
+            plan = ProductsPlan(made, row, word, target)
             givens = {each: other for each, other in givens.items() if each not in alike}
-            made = tuple(self._product(modules[each]) for each in alike)
-            plan, outs = ProductsPlan(made, words.NORMED, words.MIXED), {}
-            for taken in [*givens.values()][:1] if fuses else ():
+            for taken in [*givens.values()][:1] if fuses and not within else ():
                 with suppress(UnsupportedForwardError):
                     plan, outs = self._fused(alike, taken), {taken: Place(words.INNER)}
-            outs = outs or self._side_by_side(words.MIXED, alike)
-            yield _Part({given: Place(words.NORMED)}, outs, plan)
+            outs = outs or self._side_by_side(target, alike)
+            yield _Part({} if within else {given: wide}, outs, plan)
 
     def _fused(self, made: Sequence[Value], taken: Value) -> ProductsPlan:
         """Return products whose columns, one by one, make the numbers of a value."""
@@ -705,7 +683,7 @@ class _Reader:
             for each, first, _ in columns.inputs
         )
         of_columns = words.NORMED, words.INNER, self._columns_plan(columns)
-        return ProductsPlan(products, *of_columns)
+        return ProductsPlan(products, products[0].num_inputs, *of_columns)
 
     def _attending(self, attended: Attended) -> list[_Part]:
         """Return the attention of a layer."""
@@ -759,19 +737,21 @@ class _Reader:
         scores, router, taken = self._scores([*chosen, shares])
         inside = {*module.modules(), router}
         left: dict[Value, Any] = {x: y for x, y in self._left.items() if y not in inside}
-        gates = [x for x, each in left.items() if getattr(each, "out_features", 0) == 1]
-        require(len(gates) < 2, "a layer has several gates of shared experts")
+        given, num, hidden = self._origin(states), scores.shape[-1], taken.shape[-1]
+        require(self._origin(taken) is given, "experts and their router get different states")
+        gates = {
+            x: each
+            for x, each in left.items()
+            if getattr(each, "out_features", 0) == 1
+            and self._origin(self._value_given(each)) is given
+        }
         self._left = {x: each for x, each in left.items() if x not in gates}
-        num, of_gates = scores.shape[-1], [left[each] for each in gates]
-        given, *more = {*map(self._origin, [states, taken, *map(self._value_given, of_gates)])}
-        require(not more, "experts, their router and what is shared get different states")
-        places = [Place(words.SCORES, first, num + len(gates)) for first in (0, num)]
-        asked = ProductPlan(router, 0, num, taken.shape[-1], router), *map(self._product, of_gates)
-        scoring = ProductsPlan(tuple(asked), words.NORMED, words.SCORES)
+        asked = ProductPlan(router, 0, num, hidden), *map(self._product, gates.values())
+        scoring = ProductsPlan(asked, hidden, words.NORMED, words.SCORES)
         routed = [each.tensor for each in (states, *chosen, shares)]
         experts = ExpertsPlan(read_experts(module, call, *routed), num, shares.shape[-1])
         results = {chosen[0]: Place(words.CHOSEN), shares: Place(words.SHARES)}
-        outs = {scores: places[0], **dict.fromkeys(gates, places[1])}
+        outs = self._side_by_side(words.SCORES, [scores, *gates])
         return [
             _Part({given: Place(words.NORMED)}, outs, scoring),
             _Part(results, {out: Place(words.RESULT)}, experts),
@@ -813,7 +793,6 @@ class _Reader:
         if not is_one or not np.array_equal(whole[:, :straight].reshape(-1), of_keys):
             return []
         expand: Any = self._left.pop(made)
-        require(type(expand) in _LINEARS, "its latents have adapters")
         self._rows.give(result, 1)
         latent, turned = self._value_given(expand), size - straight
         ends = heads * size + np.arange(straight, size)
@@ -836,11 +815,14 @@ class _Reader:
 
     def _require_cached(self, module: Any, *cached: Tensor) -> None:
         """Refuse an attention that does not cache these rows of tokens."""
-        (call, *_), caching = self._calls[module], _Caching()
+        (call, *_), caching = self._calls[module], DynamicCache()
         names = [CACHE, *(name for name in call.kwargs if name.endswith("_past"))]
         with Attempt():  # some cache more
             module(*call.args, **{**call.kwargs, names[-1]: caching})
-        pairs = zip(caching.cached, cached, strict=False)
+        held = [
+            x for each in caching.layers if each.is_initialized for x in (each.keys, each.values)
+        ]
+        pairs = zip(held, cached, strict=False)
         is_cached = [
             each.numel() == rows.numel() and is_near(each.reshape(rows.shape), rows)
             for each, rows in pairs
@@ -853,7 +835,7 @@ class _Reader:
         require(len(found) == 1, "it attends to nothing, and is no short convolution")
         (convolution,) = found
         inside = {*self._parents[convolution].modules()}
-        called = [each for each in self._calls if each in inside and self._is_product(each)]
+        called = [each for each in self._calls if each in inside and isinstance(each, PRODUCTS)]
         channels, reason = convolution.out_channels, "its convolution is not one of channels"
         require(convolution.groups == channels and len(called) > 1, reason)
         made = [
@@ -863,7 +845,7 @@ class _Reader:
         ]
         require(len(made) == 1, reason)
         given: Value = made[0].node.ins[0]  # type: ignore[union-attr]
-        if len(called) > 2 or self._parents[convolution]._parameters:
+        if self._parents[convolution]._parameters:
             return self._recurrent(convolution, given, called)
         made += [x for x in self._trace.made_by("slice") if x.node.ins[0] is made[0]]  # type: ignore[union-attr]
         result = next((each for each in made if each.shape == given.shape), made[0])
@@ -955,59 +937,12 @@ class _Reader:
         kwargs = {name: kept(value) for name, value in call.kwargs.items()}
         return CallPlan(module, tuple(map(kept, call.args)), kwargs)
 
-    def _is_product(self, module: nn.Module) -> bool:
-        return isinstance(module, (*PRODUCTS,)) or module in self._adapted
-
     def _product(self, module: Any, first: int = 0, num: int | None = None) -> ProductPlan:
         """Return the plan of some columns of a linear layer, by default all."""
-        linear, added = self._adapted.get(module, (module, ()))
         name = type(module).__name__
-        require(type(linear) in PRODUCTS, f"{name} is not a plain linear layer")
-        num_columns, num_inputs = size_of(linear)
-        return ProductPlan(linear, first, num or num_columns, num_inputs, module, added)
-
-    def _additions(self, module: nn.Module) -> tuple[nn.Linear, tuple[AdditionPlan, ...]] | None:
-        """Return the linear layer in a module, and its additions; None for other modules."""
-        inside = {*module.modules()} - {module}
-        called: list[Any] = [
-            each
-            for each in self._calls
-            if each in inside and not each._modules and not isinstance(each, _NOTHING)
-        ]
-        is_known = bool(called) and all(type(each) in _LINEARS for each in called)
-        if not is_known or any(len(self._calls.get(x, ())) != 1 for x in (module, *called)):
-            return None
-        made, given = {self._value_made(x): x for x in called}, self._value_given(module).tensor
-        firsts = {x: made[y] for x in called if (y := self._value_given(x)) in made}
-        outer = [each for each in called if each not in firsts]
-        linears = [each for each in outer if each not in firsts.values()]
-        if len(linears) != 1 or not isinstance(self._calls[module][0].out, Tensor):
-            return None
-        if any(not torch.equal(self._value_given(x).tensor, given) for x in outer):
-            return None
-        ends = [self._value_made(each) for each in (*linears, *firsts)]
-        rows = TokenRows(self._positions.shape[1], lambda _: None)
-        with suppress(UnsupportedForwardError):
-            for value in ends:
-                rows.give(value, len(value.shape) - 2)
-            writer = Writer(rows, [self._value_made(module)], ends.__contains__)
-            times = _factors(writer.columns(), ends)
-            added = zip(firsts.values(), firsts, times, strict=True)
-            return linears[0], tuple(AdditionPlan(*each) for each in added)
-        return None
-
-
-def _factors(columns: Columns, values: Sequence[Value]) -> list[float]:
-    """Return the factors of all values but the first, of whose sum some columns are."""
-    text, times = columns.text.rpartition(" = ")[2].strip(), list[tuple[Value, float]]()
-    inputs = [value for value, *_ in columns.inputs]
-    while found := _ADDED.fullmatch(text):
-        text = found[1]
-        times.append((inputs[int(found[2])], float(found[3])))
-    is_whole = not any(first for _, first, _ in columns.inputs)
-    is_sum = text == "a0[i]" and inputs[0] is values[0] and len(times) == len(values) - 1
-    require(is_whole and is_sum and {*dict(times)} == {*values[1:]}, "it is no sum")
-    return [*map(dict(times).__getitem__, values[1:])]
+        require(type(module) in PRODUCTS, f"{name} is not a plain linear layer")
+        num_columns, num_inputs = size_of(module)
+        return ProductPlan(module, first, num or num_columns, num_inputs)
 
 
 def _settings_of(
@@ -1073,10 +1008,6 @@ def _with_program(
     if type(plan) is ProductsPlan:
         if program is not None:
             yield RowsStep(program, tokens=tokens if is_first else _LATER.get(tokens, tokens))
-        firsts = (added.first for each in plan.products for added in each.added)
-        products = [ProductPlan(x, 0, x.out_features, x.in_features, x) for x in firsts]
-        if products:
-            yield ProductsPlan(tuple(products), word, words.BETWEEN, tokens=tokens)
         yield plan._replace(given=word, tokens=tokens)
     elif type(plan) is MixingPlan and plan.heads is not None:
         yield plan._replace(rows=program)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from lade.forward import words
+from lade.forward import _latents, _recurrence, words
 from lade.forward._rows import address_of
 from lade.forward.comparing import UnsupportedForwardError, require
 from lade.forward.experts import PARTS, STACKS, StacksPlan
@@ -29,7 +29,6 @@ from lade.forward.reading import (
     ProductsPlan,
     RowsPlan,
     RowsStep,
-    products_of,
 )
 from lade.forward.recurrence import RecurrencePlan, added_by
 
@@ -94,11 +93,10 @@ class Weights:
         self._replaced = ids.unbind(1) if plan.replaced else None
         self.head: Callable[[], Any] = weakref.ref(plan.head)
         lists = [plan.ahead, *(layer.phases for layer in plan.layers), plan.last]
-        self.num_phases = sum(_num_rows(each) for phases in lists for each in phases)
-        # Behind phases: additions, then what describes programs, and what mixes tokens.
-        num = self.num_phases + sum(len(each.added) for each in products_of(plan))
-        self._rows = [np.zeros(words.ROW_SIZE, np.int64) for _ in range(num)]
-        self._num_filled = self._num_added = 0
+        self.num_phases = sum(len(self._runs_of(each)) for phases in lists for each in phases)
+        # Behind phases: what describes programs, and what mixes tokens.
+        self._rows = [np.zeros(words.ROW_SIZE, np.int64) for _ in range(self.num_phases)]
+        self._num_filled = 0
         # Parameters by module and name, with the number of their word and an offset in bytes.
         self._slots: list[tuple[Any, ...]] = []
         self._absent: list[tuple[int, Callable[[], Any], str]] = []  # parameters that are None
@@ -144,10 +142,26 @@ class Weights:
                 add: Any = self._add_mixing if is_mixing else self._add_experts
                 of = self._add_row()
                 add(len(self._rows) - 1, phase)
-                for index, job in enumerate(_jobs_of(phase, self._compiled)):
+                for index, (run, step) in enumerate(self._runs_of(phase)):
                     row = self._rows[number + index]
-                    row[words.RUN : words.CACHE + 1] = *job, of, kind, cache
-            self._num_filled += _num_rows(phase)
+                    row[words.RUN : words.CACHE + 1] = run().address, step, of, kind, cache
+            self._num_filled += len(self._runs_of(phase))
+
+    def _runs_of(self, phase: Any) -> list[tuple[Any, int]]:
+        """Return what compiles each phase of a job that one of a plan is, and its number there."""
+        if type(phase) is ExpertsPlan:
+            return [(self._compiled.run_experts, step) for step in range(3)]
+        if type(phase) is not MixingPlan:
+            return [(None, 0)]  # compiled with all jobs
+        if phase.recurrence is not None:
+            return [(_recurrence.run_recurrence, step) for step in range(2)]
+        if phase.convolution is not None:
+            return [(self._compiled.run_convolution, 0)]
+        runs = [(self._compiled.run_attention, step) for step in range(2)]
+        if phase.latents is None:
+            return runs
+        latents = [(_latents.run_latents, step) for step in range(2)]
+        return [each for pair in zip(runs, latents, strict=True) for each in pair]
 
     def _need(self, word: int = words.NOTHING, num: int = 0, **sizes: int) -> None:
         """Note how many numbers of a token lie at a word, and other sizes."""
@@ -156,28 +170,18 @@ class Weights:
             self.sizes[name] = max(self.sizes.get(name, 0), size)
 
     def _add_products(self, number: int, plan: ProductsPlan, by_digits: bool) -> None:
-        row, start = self._rows[number], 0
-        between = sum(y.first.out_features for x in plan.products for y in x.added)
+        row = self._rows[number]
         require(len(plan.products) <= words.MOST_PRODUCTS, "too many products have equal inputs")
         row[words.NUM_PRODUCTS], row[words.TOKENS] = len(plan.products), plan.tokens
-        row[words.GIVEN], row[words.NUM_GIVEN] = plan.given, plan.products[0].num_inputs
+        row[words.GIVEN], row[words.NUM_GIVEN] = plan.given, plan.row
         row[words.TARGET], row[words.NUM_MADE] = plan.target, plan.num_made
         row[words.COLUMNS] = self._add_columns(plan.columns)
         for index, product in enumerate(plan.products):
             word = words.PRODUCT_SIZE * index
             self._add_matrix(number, word, product.module, product.first, by_digits=by_digits)
-            row[word + words.NUM_COLUMNS] = product.num
-            row[word + words.FIRST_ADDED] = self._num_added
-            for added in product.added:
-                number_of, rank = self.num_phases + self._num_added, added.first.out_features
-                require(type(added.second) is nn.Linear, "what is added to a product is packed")
-                self._add_matrix(number_of, 0, added.second, product.first)
-                of_added = _bits(added.times), rank, start, between
-                self._rows[number_of][words.TIMES : words.BETWEEN_SIZE + 1] = of_added
-                start += rank
-                self._num_added += 1
-            row[word + words.END_ADDED] = self._num_added
-        self._need(plan.target, plan.num_made, between=between)
+            of_product = product.num, product.start, product.num_inputs
+            row[word + words.NUM_COLUMNS : word + words.NUM_INPUTS + 1] = of_product
+        self._need(plan.target, plan.num_made)
 
     def _add_mixing(self, number: int, plan: MixingPlan) -> None:
         row, (scaling, softcap, sinks) = self._rows[number], plan.settings
@@ -257,12 +261,11 @@ class Weights:
         if plan is None:
             return 0
         number, row, index = self._add_row(), self._rows[-1], len(self._rows) - 1
-        row[words.PROGRAM], row[words.NUM_INPUTS] = _columns_of(plan), plan.num_inputs
-        row[words.NUM_CONSTANTS] = len(plan.constants)
+        row[words.PROGRAM], row[words.NUM_PLACES] = _columns_of(plan), len(plan.constants)
         for each, (constant, first, step) in enumerate(plan.constants):
-            word = words.CONSTANTS + 2 * each
-            self._add(index, word, constant.module, constant.name, start=4 * first)
-            row[word + 1] = 4 * step
+            word = words.PLACES + 3 * each
+            self._add(index, word + 1, constant.module, constant.name, start=4 * first)
+            row[word], row[word + 2] = words.NOTHING, 4 * step
         return number
 
     def _add_experts(self, number: int, plan: ExpertsPlan) -> None:
@@ -410,7 +413,7 @@ class Weights:
         return [None if each is None else vars(each)[kind] for each, kind in kinds]
 
     def table(self, held: Held, layers: tuple[int, int] | None = None) -> NDArray[np.int64]:
-        """Return the rows of all phases, of additions and descriptions, for one forward at a time.
+        """Return the rows of all phases, and the descriptions, for one forward at a time.
 
         Args:
             held: holds the weights and the words, made again only where weights have moved.
@@ -447,36 +450,10 @@ def _program_of(plan: RowsPlan) -> int:
 
 def _columns_of(plan: ColumnsPlan) -> int:
     """Return the address of what is compiled for columns."""
-    given = [f"row(given[{1 + number}], given[0])" for number in range(plan.num_inputs)]
-    for number, (*_, step) in enumerate(plan.constants, 1 + plan.num_inputs):
+    given = [f"row(given[{2 + number}], given[0])" for number in range(plan.num_inputs)]
+    for number, (*_, step) in enumerate(plan.constants, 4):
         given.append(f"row(given[{number}], {'given[0]' if step else 1})")
-    given.append(f"row(given[{1 + plan.num_inputs + len(plan.constants)}], given[0])")
-    return address_of(plan.text, ["given[0]", *given])
-
-
-def _jobs_of(phase: MixingPlan | ExpertsPlan, compiled: Any) -> list[tuple[int, int]]:
-    """Return the address of what runs each phase, which is compiled now, and one of its phases."""
-    run: Any = compiled.run_attention
-    if isinstance(phase, ExpertsPlan):
-        run = compiled.run_experts
-    elif phase.recurrence is not None:
-        from lade.forward._recurrence import run_recurrence as run
-    elif phase.convolution is not None:
-        run = compiled.run_convolution
-    runs = [(run, 0), (run, 1), (run, 2)]
-    if type(phase) is MixingPlan and phase.latents is not None:
-        from lade.forward._latents import run_latents
-
-        runs = [(run, 0), (run_latents, 0), (run, 1), (run_latents, 1)]
-    return [(int(each().address), step) for each, step in runs[: _num_rows(phase)]]
-
-
-def _num_rows(phase: Any) -> int:
-    """Return how many phases of a job one of a plan is."""
-    if type(phase) is MixingPlan:
-        is_one = phase.convolution is not None and phase.recurrence is None
-        return 4 if phase.latents is not None else 1 if is_one else 2
-    return 3 if type(phase) is ExpertsPlan else 1
+    return address_of(plan.text, ["given[0]", *given, "row(given[1], given[0])"])
 
 
 def _have_digits(word: int, phases: Iterable[Any]) -> bool:

@@ -32,8 +32,8 @@
     NEXT_THREAD,
     SLOT,  # of the pool of workers
     EVERY,  # int64, the numbers of all tokens
-    ADDITIONS,  # int64 [rows, ROW_SIZE]: low-rank additions, then descriptions, counted from 1
-    BETWEEN,  # [tokens, numbers], between the factors of low-rank additions
+    DESCRIPTIONS,  # int64 [rows, ROW_SIZE], counted from 1
+    SECONDS,  # [tokens, columns], what products of products give
     SCORES,  # [tokens, scores], of experts, then the gate of the shared expert
     CHOSEN,  # [tokens, NUM_CHOSEN of the layer], experts
     SHARES,  # of the same shape: factors of these experts' results
@@ -52,10 +52,10 @@
     DIGITS,
     JOB_SIZE,
 ) = range(38)
-# PACKED: address of the function compiled for a packed weight's format, or 0. ROW_BYTES: bytes of a
-# row of it. ACROSS: bytes between the weights of two inputs, if the weight is stored input by
-# input, or 0; then ROW_BYTES is its format.
-(WEIGHT, BIAS, NUM_COLUMNS, FIRST_ADDED, END_ADDED, PACKED, ROW_BYTES, ACROSS) = range(8)
+# START: the first one of its NUM_INPUTS inputs in a row. PACKED: address of the function compiled
+# for a packed weight's format, or 0. ROW_BYTES: bytes of a row of it. ACROSS: bytes between the
+# weights of two inputs, if the weight is stored input by input, or 0; then ROW_BYTES is its format.
+(WEIGHT, BIAS, NUM_COLUMNS, START, NUM_INPUTS, PACKED, ROW_BYTES, ACROSS) = range(8)
 PRODUCT_SIZE = 8
 
 # A phase of the list is one of three. Products: how many; words of the job that have the address
@@ -80,16 +80,10 @@ READS, HEADS = range(41, 43)
 CONVOLUTION, CONVOLUTION_BIAS, TAPS = range(43, 46)
 # A program: the address of its function; how many addresses it takes; how many numbers of its last
 # result get digits, if it precedes a product; for each address, a word of the job, to whose address
-# bytes are added, and bytes from one token to the next. What is made of single columns: the
-# function; how many inputs and constants; addresses of constants, and bytes from one column to the
-# next.
+# bytes are added, and bytes from one token, or column, to the next. A program of columns has
+# addresses of constants alone.
 PROGRAM, NUM_PLACES, NUM_DIGITS, PLACES = range(4)
-NUM_INPUTS, NUM_CONSTANTS, CONSTANTS = range(1, 4)
 MOST_PLACES = (ROW_SIZE - PLACES) // 3
-# A low-rank addition to a product: WEIGHT and BIAS of its second factor; the scale of the result;
-# how many numbers the first factor gives; in a row of BETWEEN, the place of these, and the row's
-# size.
-TIMES, RANK, START, BETWEEN_SIZE = range(PRODUCT_SIZE, PRODUCT_SIZE + 4)
 # Experts: as products, gate, up and down, whose columns are those of all experts, and NUM_COLUMNS
 # those of one; addresses of biases of gate and up; how the weights lie; the address of the program
 # of gate and up; whether these are multiplied by digits.

@@ -3,6 +3,7 @@
 All preparation (configs, masks, processors, criteria) is left to transformers.
 """
 
+import copy
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from transformers import (
     GenerationMixin,
     LogitsProcessorList,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -35,19 +37,14 @@ from lade.config import Config
 from lade.drafters.merged import takes_pool
 from lade.drafting.drafter import Drafter
 from lade.engine.engine import at_turn
-from lade.errors import LadeError, PlainDecodingWarning, in_one_line
+from lade.errors import LadeError, PlainDecodingWarning, UnsupportedOptionError, in_one_line
 from lade.hf.arithmetic import run
 from lade.hf.assistance import by_itself, take_assistant
 from lade.hf.call import Arguments, Call, OnStep, Predicted
-from lade.hf.options import (
-    refuse_unsupported_arguments,
-    refuse_unsupported_options,
-    take_stop_strings,
-)
 from lade.hf.pools import Pools, pools_of
 from lade.machine.generators import put_back, random_states
 from lade.probing.profile import Profiles
-from lade.probing.rules import refuse_encoder_decoder
+from lade.probing.rules import refuse_encoder_decoder, refuse_sharded
 from ngram_pool import NGramPool
 
 _AnyModel = TypeVar("_AnyModel")
@@ -156,7 +153,7 @@ def decode(
 def _run(call: Call) -> Any:
     """Check the model and the options of `generate`, then decode."""
     refuse_encoder_decoder(call.model)
-    refuse_unsupported_options(call.model, call.options)
+    _refuse_options(call.model, call.options)
     if call.input_ids.dtype not in _TYPES_OF_IDS:
         raise TypeError(f"expected input_ids of int64 or int32, got {call.input_ids.dtype}")
     if not len(call.input_ids):
@@ -252,7 +249,7 @@ class _WrappedGenerate:
 
     def __call__(self, *args: Any, **generate_kwargs: Any) -> Any:
         """Generate; takes the arguments of `generate` and of `lade.generate`."""
-        given = Arguments.taken_from(generate_kwargs)
+        given = Arguments(*(generate_kwargs.pop(name, None) for name in Arguments._fields))
         custom = generate_kwargs.get("custom_generate")
         if custom is not None:  # the caller has chosen a decoding function
             if custom is decode and "assistant_model" in generate_kwargs:
@@ -307,11 +304,11 @@ def _generate(
     original = _generate_of(model)
     args, generate_kwargs = _by_name(original, args, generate_kwargs)
     standard = partial(original, *args, **generate_kwargs)
-    refuse_unsupported_arguments(model, generate_kwargs)
+    _refuse_arguments(model, generate_kwargs)
     Profiles.of(unwrapped(model))  # made here, for a twin of the model to share
     drafter = take_assistant(model, arguments.drafter, generate_kwargs)
     arguments = arguments._replace(drafter=drafter)
-    twin = take_stop_strings(model, generate_kwargs)
+    twin = _take_stop_strings(model, generate_kwargs)
     streamer = generate_kwargs.get("streamer")
     passed = [name for name in CACHE_NAMES if generate_kwargs.get(name) is not None]
     may_bring_cache = MARKS_CACHES or bool(passed)  # an empty cache is false
@@ -409,3 +406,76 @@ def _by_name(
     if twice:
         raise TypeError(f"generate() got multiple values for argument {min(twice)!r}")
     return args[:first] + args[len(names) :], generate_kwargs | named
+
+
+# --- options that cannot be honoured, and stop strings --------------------------------------------
+
+
+def _refuse_arguments(model: Model, generate_kwargs: dict[str, Any]) -> None:
+    """Raise for arguments of `generate` that are unsupported but would never reach `decode`."""
+    configs = (model.generation_config, generate_kwargs.get("generation_config"))
+    heals = any(config.token_healing for config in configs if config is not None)
+    asked = {
+        "custom_generate": generate_kwargs.pop("custom_generate", None) is not None,
+        "cache_implementation='paged'": generate_kwargs.get("cache_implementation") == "paged",
+        "synced_gpus": generate_kwargs.get("synced_gpus"),
+        "token_healing": generate_kwargs.get("token_healing", heals),
+    }
+    for name in asked:
+        if asked[name]:
+            raise UnsupportedOptionError(
+                f"lade.generate does not support {name} yet{_way_out(model)}"
+            )
+
+
+def _take_stop_strings(model: Model, generate_kwargs: dict[str, Any]) -> Model:
+    """Turn `stop_strings` and `tokenizer` into a criterion: a custom function gets neither.
+
+    Returns:
+        The model whose `generate` to call: `model`, or, if its generation config has stop strings,
+        a twin without them that shares everything else. transformers would ask for the missing
+        tokenizer, and other threads may be using the model's config.
+    """
+    tokenizer = generate_kwargs.pop("tokenizer", None)
+    of_call = generate_kwargs.get("generation_config")
+    asked = generate_kwargs.pop("stop_strings", None)
+    if of_call is not None and of_call.stop_strings is not None:
+        asked = of_call.stop_strings if asked is None else asked
+        of_call = generate_kwargs["generation_config"] = copy.deepcopy(of_call)
+        of_call.stop_strings = None
+    of_model = model.generation_config
+    stop_strings = of_model.stop_strings if asked is None else asked
+    if stop_strings is None:
+        return model
+    if tokenizer is None:
+        raise ValueError("expected tokenizer= beside stop_strings, got none")
+    criteria = list(generate_kwargs.get("stopping_criteria") or [])
+    criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
+    generate_kwargs["stopping_criteria"] = StoppingCriteriaList(criteria)
+    if of_model.stop_strings is None:
+        return model
+    twin = copy.copy(model)
+    twin.generation_config = copy.deepcopy(of_model)
+    twin.generation_config.stop_strings = None
+    return twin
+
+
+def _refuse_options(model: Model, config: GenerationConfig) -> None:
+    """Raise for options that would change the text or the output and cannot be honoured."""
+    mode = config.get_generation_mode().value
+    refuse_sharded(model)
+    # Early exit, heads and prompt lookup are ways of drafting; other modes decode differently.
+    num_lookup = config.prompt_lookup_num_tokens
+    if num_lookup is not None and num_lookup < 1:
+        raise ValueError(f"expected prompt_lookup_num_tokens of at least 1, got {num_lookup!r}")
+    if mode not in ("greedy_search", "sample", "assisted_generation"):
+        raise UnsupportedOptionError(
+            f"lade does not support the generation mode {mode} yet{_way_out(model)}"
+        )
+
+
+def _way_out(model: Model) -> str:
+    """Return a hint at the model's original `generate`, for an error's end."""
+    if getattr(vars(model).get("generate"), "is_lades", False):
+        return "; lade.unwrap(model) restores the model's original generate"
+    return "; call model.generate for it"

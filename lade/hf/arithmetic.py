@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from transformers import LogitsProcessorList
 
 from lade.compat import CACHE, Model, dtype_of, has_adapters_by_row, may_be_users
@@ -76,12 +77,6 @@ def _convert(cache: Any, source: torch.dtype, dtype: torch.dtype) -> None:
     """Convert keys, values and states of a cache of transformers, in its layers."""
     for layer in getattr(cache, "layers", None) or ():
         held = vars(layer)
-        for name, value in held.items():
-            if isinstance(value, list):
-                held[name] = [_converted(each, source, dtype) for each in value]
-            elif isinstance(value, dict):
-                held[name] = {key: _converted(each, source, dtype) for key, each in value.items()}
-            else:
-                held[name] = _converted(value, source, dtype)
+        held.update(tree_map(lambda each: _converted(each, source, dtype), held))
         if held.get("dtype") == source:
             held["dtype"] = dtype

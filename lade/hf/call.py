@@ -26,7 +26,6 @@ from lade.drafters.merged import takes_pool
 from lade.drafting.drafter import Drafter
 from lade.errors import UnsupportedModelError
 from lade.hf.pools import Pools, pools_of
-from lade.probing.plan import why_not_run
 from lade.probing.profile import Profile, profile_of
 from lade.probing.rules import Lengths, lengths_of
 from lade.probing.user_code import is_users, user_code_around
@@ -50,11 +49,6 @@ class Arguments(NamedTuple):
     config: Config | None = None
     on_step: OnStep | None = None
     prediction: Predicted | None = None
-
-    @classmethod
-    def taken_from(cls, generate_kwargs: dict[str, Any]) -> "Arguments":
-        """Remove lade's arguments from the arguments of a call, and return them."""
-        return cls(*(generate_kwargs.pop(name, None) for name in cls._fields))
 
     def checked(self, tokenizer: Any = None) -> "Arguments":
         """Return the same with the prediction as token ids, None if it is empty.
@@ -240,8 +234,6 @@ class Call:
     @cached_property
     def why_plain(self) -> str | None:
         """Why the call must use standard decoding, whatever its model can do; else None."""
-        if (reason := why_not_run(self.profile)) is not None:
-            return reason
         if not self.has_time:
             return _NO_TIME
         if has_adapters_by_row(self.model):

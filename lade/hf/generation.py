@@ -4,14 +4,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from lade.batch import Batch
 from lade.compat import CACHE, dtype_of, has_adapters_by_row
 from lade.compat.attempts import Attempt
 from lade.decoder import Decoder
+from lade.errors import PlainDecodingWarning, VerificationWarning
+from lade.forward.job import FusedForwards
 from lade.hf.call import Call
-from lade.hf.fallbacks import give_up, say_why_by_torch, say_why_eager, say_why_plain
 from lade.hf.plain import finish_standard
 from lade.hf.planning import Standard, plan, proved
 from lade.hf.pools import opened
@@ -20,6 +23,8 @@ from lade.hf.setup import CallPools, set_up
 from lade.hf.stopping import Outputs, Report, StopRule, stopping
 from lade.machine.transfer import is_asynchronous
 from lade.probing.plan import why_not_run
+from lade.probing.profile import Profiles
+from lade.probing.proof import VerificationError
 from lade.stats import DecodeStats
 from lade.targets.base import Target
 from lade.targets.rows import RowsTarget
@@ -29,13 +34,6 @@ class GenerateOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
     """The result with `return_dict_in_generate=True`; it has an attribute `stats`."""
 
     stats: DecodeStats
-
-    @classmethod
-    def of(cls, stats: DecodeStats, **fields: Any) -> "GenerateOutput":
-        """Return a result with these fields."""
-        output = cls(**fields)
-        output.stats = stats
-        return output
 
 
 class Generation:
@@ -54,7 +52,7 @@ class Generation:
             self._reuse = self._reused()
             planned = plan(self._call)
             if isinstance(planned, Standard):
-                say_why_plain(self._call, planned)
+                _say_why_plain(self._call, planned)
                 return self._decode_standard()
             return self._decode(planned, pools)
 
@@ -98,7 +96,7 @@ class Generation:
                 self._reuse.undo()
                 stats.num_reused_tokens = 0
             output, rest = finish_standard(call, batch, outputs, report)
-            give_up(call, target, decoder.failure)  # unless standard decoding fails, too
+            _give_up(call, target, decoder.failure)  # unless standard decoding fails, too
             stats.add(rest)
             return self._plain_result(output, stats)
         report.end()
@@ -110,23 +108,22 @@ class Generation:
             self._cache = target.hand_over(self._cache)
         target.release()
         call.profile.is_warm = True
-        say_why_eager(call, target)
+        if target.why_eager is not None:
+            how = f"steps of {type(call.model).__name__} eagerly, not compiled on a static cache"
+            call.warn_once(f"lade runs {how}: {target.why_eager}", RuntimeWarning)
         if target.verification == "tree" and call.config.uses_kernels:
-            say_why_by_torch(call)
-        return self._result(stats)
+            _say_why_by_torch(call)
+        scores = {name: outputs.get(name) for name in ("scores", "logits")}
+        return self._result(stats, batch.sequences(), **scores, **{CACHE: self._cache})
 
-    def _result(self, stats: DecodeStats) -> Any:
+    def _result(self, stats: DecodeStats, sequences: Tensor, **fields: Any) -> Any:
         """Return the text, and with it what else was asked for."""
-        sequences, outputs = self._batch.sequences(), self._outputs
         if not self._call.returns_dict:
             return sequences
-        stats.arithmetic = self._arithmetic
-        scores = {name: outputs.get(name) for name in ("scores", "logits")}
-        return GenerateOutput.of(stats, sequences=sequences, **scores, **{CACHE: self._cache})
-
-    @property
-    def _arithmetic(self) -> str:
-        return str(dtype_of(self._call.model)).removeprefix("torch.")
+        stats.arithmetic = str(dtype_of(self._call.model)).removeprefix("torch.")
+        output = GenerateOutput(sequences=sequences, **fields)
+        output.stats = stats
+        return output
 
     def _decode_standard(self) -> Any:
         """Decode as `generate` does, if no method can verify drafts."""
@@ -142,9 +139,8 @@ class Generation:
         """Return the output of standard decoding with `stats`, without a cache that lade keeps."""
         if not self._call.returns_dict:
             return output
-        stats.arithmetic = self._arithmetic
         no_cache = {} if self._reuse is None else {CACHE: None}
-        return GenerateOutput.of(stats, **{**output, **no_cache})
+        return self._result(stats, **{**output, **no_cache})
 
     def _keep(self, reuse: Reuse, token_ids: Sequence[int], target: Target | None = None) -> None:
         """Keep the KV cache of a text for later calls; the caller gets none.
@@ -161,3 +157,51 @@ class Generation:
         if attempt.failure is not None:
             reuse.undo()
         self._cache = None
+
+
+# --- what is said once about calls that are decoded otherwise than was to be expected -------------
+
+
+def _say_why_plain(call: Call, standard: Standard) -> None:
+    """Warn once that lade falls back to standard decoding, and why."""
+    reasons = standard.reasons
+    if not reasons:  # the config asks for standard decoding
+        return
+    methods = {
+        why: ", ".join(name for name, each in reasons.items() if each == why)
+        for why in reasons.values()
+    }
+    (reason, *others) = methods
+    if others:
+        reason = "; ".join(f"{names}: {why}" for why, names in methods.items())
+    name = type(call.model).__name__
+    text = f"lade falls back to standard decoding for {name}, one token per forward pass. {reason}"
+    call.warn_once(text, PlainDecodingWarning)
+
+
+def _say_why_by_torch(call: Call) -> None:
+    """Warn once if forwards were compiled in an earlier state of the model, and are no longer."""
+    model, present = call.model, call.profile
+    were = [each.found.get("fast_views") for each in Profiles.of(model) if each is not present]
+    is_lost = any(isinstance(each, FusedForwards) for each in were)
+    if not is_lost or (reason := present.why_by_torch(model)) is None:
+        return
+    text = (
+        f"lade's compiled forward no longer runs {type(model).__name__}, and torch takes about "
+        f"twice as long: {reason}. Undo that, and the next call is compiled again"
+    )
+    call.warn_once(text, RuntimeWarning)
+
+
+def _give_up(call: Call, target: Target, failure: VerificationError) -> None:
+    """Warn that the rest of a call falls back, and let the next call read the model again."""
+    # Next time there may be enough memory.
+    if not isinstance(failure.__cause__, torch.OutOfMemoryError):
+        Profiles.of(call.model).end(call.profile, target.verification, str(failure))
+    text = (
+        f"lade falls back to standard decoding for the rest of a call of "
+        f"{type(call.model).__name__}: {failure}"
+    )
+    if failure.is_flaw:
+        text += "; the next call checks the model again"
+    call.warn_once(text, VerificationWarning)

@@ -123,7 +123,13 @@ def finish_standard(
     watched = _NewTokenCriteria(call.criteria, batch)
     stream = _Stream(report, watched, batch.num_prompt)
     output = decode_standard(
-        call.model, call.input_ids, processors, watched, call.options, stream, call.model_kwargs
+        call.model,
+        call.input_ids,
+        logits_processor=processors,
+        stopping_criteria=watched,
+        generation_config=call.options,
+        streamer=stream,
+        **call.model_kwargs,
     )
     for name in ("scores", "logits"):
         if call.returns_dict and output.get(name) is not None:

@@ -8,19 +8,18 @@ import torch
 
 from lade.compat import has_custom_generate, mesh_of
 from lade.compat.attempts import Attempt
-from lade.config import SPECULATING, Execution, Verification
+from lade.config import Verification
 from lade.engine.engine import EngineCall, current_call, is_in_event_loop
 from lade.errors import LadeError, MisfitError, UnsupportedModelError
 from lade.hf.call import Call
 from lade.machine.garbage import without_collection
 from lade.probing.factory import VerificationPlan, make_target
-from lade.probing.plan import choose_verification, why_not_run
+from lade.probing.plan import choose_verification, ready
 from lade.probing.proof import DISTANCE, Distances, ProvedTarget
 from lade.probing.rules import cache_kind_of, excluded_by, why_not_static
-from lade.probing.settling import ready
-from lade.probing.user_code import AROUND, has_user_inputs
+from lade.probing.user_code import AROUND
 from lade.targets.base import Target
-from lade.targets.inputs import is_text_alone, sees_its_ends
+from lade.targets.inputs import is_text_alone
 from lade.targets.parts import TREE_SDPA
 from lade.targets.rows import RowsTarget
 from lade.targets.trees import TreeTarget
@@ -40,11 +39,6 @@ def plan(call: Call) -> Target | Standard:
         LadeError: the config forbids what the call needs.
     """
     if (reason := call.why_plain) is not None:
-        if why_not_run(call.profile) is not None:
-            excluded = dict.fromkeys(SPECULATING, reason)  # raises if the config forbids it
-            choose_verification(
-                call.model, config=call.config, excluded=excluded, profile=call.profile
-            )
         return Standard({"tree": reason})
     with Attempt(LadeError, MisfitError, even_memory=True) as attempt:
         verification, engine_call = _verification(call)
@@ -64,16 +58,20 @@ def plan(call: Call) -> Target | Standard:
 def _verification(call: Call) -> tuple[VerificationPlan, EngineCall | None]:
     """Return how to verify drafts, and the engine's call whose forward passes others share."""
     model, config, profile, lengths = call.model, call.config, call.profile, call.lengths
-    execution, why_eager = _execution(call)
+    execution = call.execution
+    why_eager: str | None = None
+    if execution == "static":
+        why_eager = profile.static_steps.why_not or why_not_static(
+            model, call.num_rows, lengths.num_slots, call.user_code
+        )
+        execution = "static" if why_eager is None else "eager"
     choose = partial(
         choose_verification,
         model,
         config=config,
         num_rows=call.num_rows,
         cache=cache_kind_of(call.model_kwargs),
-        excluded=excluded_by(
-            *(model, call.input_ids, call.options, call.model_kwargs, lengths, call.user_code)
-        ),
+        excluded=excluded_by(model, call.input_ids, call.model_kwargs, lengths, call.user_code),
         execution=execution,
         profile=profile,
     )
@@ -103,41 +101,27 @@ def _engine_call(call: Call) -> EngineCall | None:
         or is_in_event_loop()
         or torch.is_autocast_enabled(call.input_ids.device.type)
         or has_custom_generate(call.model)
-        or has_user_inputs(call.model)
     )
     return None if is_apart else current_call()
-
-
-def _execution(call: Call) -> tuple[Execution, str | None]:
-    """Return how to execute trees, and why not as the call asks for it."""
-    if call.execution == "eager":
-        return "eager", None
-    why_eager = call.profile.static_steps.why_not or why_not_static(
-        call.model, call.num_rows, call.lengths.num_slots, call.user_code
-    )
-    return ("static" if why_eager is None else "eager"), why_eager
 
 
 def proved(call: Call, target: Target) -> ProvedTarget:
     """Return a call's target, proved where that is due."""
     # In a batch, code around forwards sees rows where `generate` has a batch.
     is_around = call.user_code == AROUND and call.num_rows == 1
+    distances: Distances | None = None
+    if mesh_of(call.model) is None and call.user_code is not None:
+        distances = Distances()
+    elif mesh_of(call.model) is None:  # shared by calls, and begins with the check
+        known = call.profile.proofs
+        distances = known.setdefault(target.verification, Distances(DISTANCE))
+    mask = call.model_kwargs.get("attention_mask")
+    sees_ends = mask is None or mask.dim() != 2 or bool(mask[:, -1].all())
     return ProvedTarget(
         call.model,
         target,
-        _distances(call, target),
-        may_repeat_prompts=is_text_alone(call.model_kwargs)
-        and sees_its_ends(call.model_kwargs.get("attention_mask")),
+        distances,
+        may_repeat_prompts=is_text_alone(call.model_kwargs) and sees_ends,
         is_plain=call.user_code is not None and not is_around,
         is_around=is_around,
     )
-
-
-def _distances(call: Call, target: Target) -> Distances | None:
-    """Return the distance between proofs, shared by calls unless user code takes part."""
-    if mesh_of(call.model) is not None:
-        return None
-    if call.user_code is not None:
-        return Distances()
-    first = Distances(DISTANCE)  # after the check
-    return call.profile.proofs.setdefault(target.verification, first)

@@ -43,7 +43,7 @@ def set_up(
     drafting = DraftingCall(
         model=call.model,
         vocab_size=target.vocab_size,
-        max_length=longest_draft(call.model, call.input_ids.shape[1], call.cache, call.lengths),
+        max_length=longest_draft(call.model, call.input_ids.shape[1], call.lengths),
         device=target.device,
         num_rows=call.num_rows,
         max_candidates=max_candidates,

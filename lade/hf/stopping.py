@@ -62,14 +62,11 @@ class StopRule:
         self._sees_rows, device = call.stops_see_rows, call.input_ids.device
         self._unfinished = torch.ones(call.num_rows, dtype=torch.int64, device=device)
         self._lengths: list[MaxLengthCriteria] = []  # whose limit may be changed at any time
-        self._reminder: Any = None  # warns once that a text outgrows its model
         self._eos_token_ids: set[int] = set()
         self._others = list[Any]()
         for criterion in call.criteria:
             if type(criterion) is MaxLengthCriteria:
                 self._lengths.append(criterion)
-                if criterion.max_position_embeddings is not None:
-                    self._reminder = criterion
             elif type(criterion) is EosTokenCriteria:
                 self._eos_token_ids.update(criterion.eos_token_id.tolist())
             else:
@@ -85,9 +82,6 @@ class StopRule:
             finished = token_ids[-1] in self._eos_token_ids
             if len(token_ids) >= max_length:
                 finished = True
-            elif self._reminder and len(token_ids) > self._reminder.max_position_embeddings:
-                self._reminder(row.prefix(), None)
-                self._reminder = None
             for criterion in () if self._sees_rows else self._others:
                 scores = self._outputs.get("scores")
                 prefix = row.prefix()

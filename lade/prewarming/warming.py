@@ -7,10 +7,9 @@ from lade.config import Config
 from lade.drafting.successors import compile_kernels as compile_ranks
 from lade.forward.linear import compile_kernels as compile_forwards
 from lade.forward.linear import kernels
-from lade.probing.plan import choose_verification
+from lade.probing.plan import choose_verification, ready
 from lade.probing.profile import computing, profile_of
 from lade.probing.rules import refuse_encoder_decoder
-from lade.probing.settling import ready
 from ngram_pool import NGramPool
 
 

@@ -8,7 +8,6 @@ from transformers import GenerationConfig
 from lade.compat import Model
 from lade.config import Execution, Verification
 from lade.probing.profile import Profile, profile_of
-from lade.probing.user_code import has_user_inputs
 from lade.targets.base import Target
 from lade.targets.paths import ChainTarget
 from lade.targets.rows import Prompts, RowsTarget, split
@@ -65,10 +64,7 @@ def make_target(
             target = TreeTarget(*settings, known.fast_views_for(model) if chosen.is_fast else None)
     else:
         restores = chosen.verification == "snapshot"
-        target = ChainTarget(
-            *(model, input_ids, model_kwargs, restores, generation_config),
-            proves_inputs=has_user_inputs(model),
-        )
+        target = ChainTarget(model, input_ids, model_kwargs, restores, generation_config)
     target.verification = chosen.verification
     target.why_eager = target.why_eager or chosen.why_eager
     return target

@@ -1,15 +1,25 @@
-"""How a call is decoded: the best verification method that is exact for the model."""
+"""How a call is decoded: the best exact verification method, and whether lade's kernels run it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 import torch
+from torch import Tensor
+from transformers import GenerationConfig
 
-from lade.compat import Model, attention_of, device_of_inputs, unwrapped
+from lade.budget.seconds import Seconds
+from lade.compat import Model, attention_of, device_of_inputs, mesh_of, unwrapped
+from lade.compat.attempts import Attempt
+from lade.compat.view import apart
 from lade.config import SPECULATING, Config, Execution, Verification
+from lade.drafting.drafts import chain
 from lade.errors import UnsupportedModelError
+from lade.forward.job import FusedForwards
+from lade.forward.packed import made_whole
 from lade.probing.factory import VerificationPlan
 from lade.probing.profile import (
     CacheKind,
@@ -21,15 +31,17 @@ from lade.probing.profile import (
     profile_of,
 )
 from lade.probing.rules import WITHOUT_CACHE, refuse_encoder_decoder
-from lade.probing.selfcheck import NoVerdictError, check
-from lade.probing.user_code import (
-    has_user_experts,
-    has_user_inputs,
-    has_user_masks,
-    user_loop_of,
-)
+from lade.probing.selfcheck import NoVerdictError, check, unchanged_random_state
+from lade.probing.state import check_tokens
+from lade.probing.user_code import has_user_experts, has_user_masks, user_loop_of
 from lade.targets.layout import takes_parts
+from lade.targets.trees import TreeTarget
+from lade.tree import Tree
 
+# Tokens of the forward passes that are timed at first, and seconds after which they are not timed
+# a second time: a busy machine disturbs short ones.
+_TIMED = (1, 8, 24)
+_ENOUGH_SEC = 1.0
 NO_ROWS = "rows of a batch are verified as trees"
 
 
@@ -101,8 +113,6 @@ def why_never(model: Model, profile: Profile) -> dict[Verification, str]:
     if has_user_experts(model):
         # They see all tokens of a forward, and may drop some of many: a proof of few is no proof.
         return dict.fromkeys(SPECULATING, "its experts are computed by your own code")
-    if has_user_inputs(model):
-        return {"tree": "its prepare_inputs_for_generation is your own code"}
     # Trees bring lade's masks, but forwards of `generate` have the user's.
     return {"tree": "its masks are made by your own code"} if has_user_masks(model) else {}
 
@@ -160,6 +170,67 @@ def _result_of(model: Model, profile: Profile, key: CheckKey) -> CheckResult:
         return CheckResult("no memory was left to check it")
     except NoVerdictError as none:
         return CheckResult(str(none))
+
+
+def ready(
+    chosen: VerificationPlan, model: Model, profile: Profile, *, uses_kernels: bool = True
+) -> VerificationPlan:
+    """Return a plan whose forward passes run by lade's kernels, if they can, and time them.
+
+    Models verified by paths may keep a state in their modules, which views would duplicate.
+    """
+    is_usual = (chosen.verification, chosen.execution) == ("tree", "eager")
+    if not is_usual or device_of_inputs(model).type != "cpu" or mesh_of(model) is not None:
+        return chosen
+    views = profile.fast_views_for(model) if uses_kernels else None
+    chosen = chosen._replace(is_fast=views is not None)
+    if views is not None or profile.user_code is None:
+        profile.once(("ready", chosen.is_fast), partial(_try_out, views, model, chosen, profile))
+    return chosen
+
+
+def _try_out(
+    views: FusedForwards | None, model: Model, chosen: VerificationPlan, profile: Profile
+) -> None:
+    """Compare and time forward passes on a made-up text, before a real one comes.
+
+    The first steps begin with these times; the rest of a step's time is learned from steps.
+    """
+    model = apart(model)  # forwards may change attributes and buffers
+    token_ids, settings = check_tokens(model), (GenerationConfig(), chosen.attention)
+    ids, nodes = torch.tensor([token_ids], dtype=torch.int64, device="cpu"), token_ids[::-1] * 8
+
+    def prefilled(fast_views: FusedForwards | None) -> Callable[[int], Tensor]:
+        layout = profile.layout_of(model)
+        target = TreeTarget(model, ids, {}, layout, len(nodes), *settings, fast_views)
+        target.prefill(is_plain=True)
+
+        def run(num_tokens: int) -> Tensor:
+            tree = Tree.build(nodes[0], chain(nodes[1:num_tokens]))
+            logits = target.forward(target.inputs([tree]))
+            target.discard()
+            return logits
+
+        return run
+
+    seeds = unchanged_random_state(model, profile)
+    with Attempt() as attempt, torch.no_grad(), seeds:
+        run = prefilled(views)
+        if views is not None:
+            by_torch = prefilled(None)
+            with made_whole():  # packed weights: else a job would be held against itself
+                views.settle(by_torch, run)
+        costs = profile.step_costs(chosen.verification, chosen.execution, chosen.is_fast)
+        of_one_row = costs.setdefault(1, Seconds())
+        since = perf_counter()
+        for num_tokens in 2 * _TIMED:
+            begin = perf_counter()
+            if begin - since > _ENOUGH_SEC and num_tokens == _TIMED[0]:
+                break
+            run(num_tokens)
+            of_one_row.record(num_tokens, perf_counter() - begin)
+    if views is not None:
+        views.why_not = views.why_not or attempt.failure
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,9 @@ import torch
 from lade.budget.seconds import Seconds
 from lade.compat import Model, device_of_inputs, dtype_of, unwrapped
 from lade.compat.attempts import Attempt
-from lade.compat.view import FastViews
 from lade.config import Execution, Verification
 from lade.drafting.tables import Table, table_for
-from lade.forward.job import forwards_for, why_by_torch
+from lade.forward.job import FusedForwards, forwards_for, why_by_torch
 from lade.forward.widening import NARROW, WidenedModel, why_rounded
 from lade.machine.generators import are_random_states, put_back, random_states
 from lade.probing.proof import Distances
@@ -93,10 +92,10 @@ class Profile:
         """
         return self.once("layout", lambda: tree_layout(model))
 
-    def fast_views_for(self, model: Model) -> FastViews | None:
+    def fast_views_for(self, model: Model) -> FusedForwards | None:
         """Return the maker of views that run compiled forwards; None if they cannot run here."""
 
-        def find() -> FastViews | None:
+        def find() -> FusedForwards | None:
             state, is_users = self.state, self._user_code_in_jobs(model)
             if state.settings is None:
                 with Attempt():
@@ -219,7 +218,7 @@ class Profiles:
         """
         if profile not in self._profiles:
             return
-        views: FastViews | None = profile.found.get("fast_views")
+        views: FusedForwards | None = profile.found.get("fast_views")
         if views is not None:
             views.why_not = views.why_not or reason
         if verification in profile.dropped:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -130,9 +130,9 @@ class ProvedTarget:
         self.num_forwards, self.num_run = 0, 0.0
 
     @property
-    def extra_sec(self) -> float:
-        """Extra seconds of the last forward over others of its size; infinite if unknown."""
-        return math.inf if self._is_alone or self._num_before else self._target.extra_sec
+    def is_untimed(self) -> bool:
+        """Whether the last forward took more time than others of its size."""
+        return self._is_alone or self._num_before > 0 or self._target.is_untimed
 
     @_verifying
     def prefill(self) -> Tensor:
@@ -145,9 +145,8 @@ class ProvedTarget:
 
         If a proof is due, or fails, the plan may lose its drafts.
         """
-        plan, inputs = self._begin(plan)
-        num_pending = self._target.num_pending
-        plan, logits = self._forward(plan, inputs)
+        plan, num_pending = self._begin(plan), self._target.num_pending
+        plan, logits = self._forward(plan)
         self.num_run = plan.num_nodes / len(plan.trees) - 1
         if len(plan.trees) == 1:  # with its padding
             self.num_run = self._target.width_of(plan.num_tokens) - 1.0 + num_pending
@@ -187,15 +186,15 @@ class ProvedTarget:
             distances.prover = self
         return distances.prover is self
 
-    def _begin(self, plan: Plan) -> tuple[Plan, Any]:
-        """Return the plan to run, perhaps without drafts, and the inputs of its forward."""
+    def _begin(self, plan: Plan) -> Plan:
+        """Return the plan to run, perhaps without drafts, and decide how its trees run."""
         target = self._target
-        self._num_before, self._is_alone = 0, False
+        self._num_before, self._is_alone, self._trees = 0, False, plan.trees
         is_due = self._is_due()
         # Between a token alone and the proof, steps without drafts run alone, too.
         may_wait = plan.num_tokens == 1 and not self._alone and not self._is_plain
         if not is_due or may_wait:
-            return plan, target.inputs([*plan.trees.values()])
+            return plan
         is_ready = plan.num_tokens > 1 and self._is_ready(plan)
         if is_ready and target.go_back(NUM_BEFORE):
             self._num_before = NUM_BEFORE
@@ -203,17 +202,17 @@ class ProvedTarget:
                 row: _behind(row.token_ids[-1 - NUM_BEFORE : -1], tree)
                 for row, tree in plan.trees.items()
             }
-            return plan, target.inputs([*self._trees.values()])
+            return plan
         plan = plan.without_drafts()
-        self._is_alone = not target.num_pending  # else these are run first
-        return plan, None if self._is_alone else target.inputs([*plan.trees.values()])
+        self._is_alone, self._trees = not target.num_pending, plan.trees  # else these run first
+        return plan
 
-    def _forward(self, plan: Plan, inputs: Any) -> tuple[Plan, Tensor]:
+    def _forward(self, plan: Plan) -> tuple[Plan, Tensor]:
         """Run a step; return the plan as it ran, without drafts if that failed, and logits."""
         if self._is_alone:
             return plan, self._run_alone(plan)
         target = self._target
-        logits = target.forward(inputs)
+        logits = target.forward(target.inputs([*self._trees.values()]))
         if plan.num_tokens > 1 and self._is_spoiled(plan, logits):
             plan = self._taken_back(plan)
             return plan, target.forward(target.inputs([*plan.trees.values()]))
@@ -221,22 +220,18 @@ class ProvedTarget:
             error = self._error(logits)
             if error > self._limit:
                 return self._fail(plan, error)
-            self._proved()
+            distances = self._distances
+            assert distances is not None
+            distances.num_proofs += 1
+            distances.num_left, distances.prover = DISTANCE, None
+            self._num_left, self._num_proofs = DISTANCE, distances.num_proofs
+            self._num_wrong, self._alone = 0, {}
             logits = _without(logits, self._trees, self._num_before)
         if plan.num_tokens > 1 and self._distances is not None:
             self._num_left -= 1
             # Steps of calls that run side by side are counted once.
             self._distances.num_left = min(self._distances.num_left, self._num_left)
         return plan, logits
-
-    def _proved(self) -> None:
-        """Start the distance to the next proof."""
-        distances = self._distances
-        assert distances is not None
-        distances.num_proofs += 1
-        distances.num_left, distances.prover = DISTANCE, None
-        self._num_left, self._num_proofs = DISTANCE, distances.num_proofs
-        self._num_wrong, self._alone = 0, {}
 
     def _is_ready(self, plan: Plan) -> bool:
         """Return whether the tokens before the trees ran alone, and may run again."""
@@ -250,9 +245,11 @@ class ProvedTarget:
 
     def _run_alone(self, plan: Plan) -> Tensor:
         """Run roots by the model's own forward, and keep their logits for a proof."""
-        roots = [*plan.trees.values()]
-        target = self._target
-        logits = target.forward_roots(roots, by_view=self._is_around)
+        roots, target = [*plan.trees.values()], self._target
+        if self._is_around and target.verification == "tree":
+            logits = target.forward(target.inputs(roots))
+        else:
+            logits = target.forward_roots(roots)
         before = {(row, len(row.token_ids) - 2) for row in plan.trees}
         self._alone = {at: self._alone[at] for at in before & self._alone.keys()}
         for column, row in enumerate(plan.trees):

@@ -10,7 +10,6 @@ from transformers import GenerationConfig
 from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
-    LinearAttentionLayer,
     StaticCache,
     StaticLayer,
     StaticSlidingWindowLayer,
@@ -22,7 +21,6 @@ from lade.compat import (
     CACHE,
     INDEXERS_TAKE_MASKS,
     Model,
-    device_of_inputs,
     has_adapters,
     has_hook,
     may_be_users,
@@ -33,11 +31,11 @@ from lade.compat.closeness import is_exact_in
 from lade.config import SPECULATING, Verification
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.probing.profile import CacheKind
-from lade.probing.user_code import has_user_inputs, is_code
+from lade.probing.user_code import is_code
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, num_slots_of
 from lade.targets.kv_cache import kind_of
 from lade.targets.layout import MAX_OVERHANG, rope_of
-from lade.targets.rollback import cache_in, length_of, why_not_croppable, why_not_savable
+from lade.targets.rollback import cache_in, length_of, why_not_croppable
 from lade.targets.static import is_too_long
 
 # Methods that a call without a cache cannot use.
@@ -55,8 +53,6 @@ _CONTINUED = {
     "output_attentions",
     "output_hidden_states",
 }
-# Layers that keep every token. Any layer of a model may be one: masks limit what it sees.
-_FULL = (DynamicLayer, StaticLayer)
 # Layers that are copied to memory of lade's, and filled in the end.
 _STATIC = (StaticLayer, StaticSlidingWindowLayer)
 # Inputs that show how positions are counted in the prompt; every forward gets its positions.
@@ -162,18 +158,11 @@ def why_no_tree(model: Model, lengths: Lengths) -> str | None:
     return f"its queries are scaled by cache slot, and the scale changes at multiples of {scale}"
 
 
-def longest_draft(model: Model, num_tokens: int, cache: Any, lengths: Lengths) -> int:
-    """Return the maximum total length a draft may reach, prompt included.
+def longest_draft(model: Model, num_tokens: int, lengths: Lengths) -> int:
+    """Return the maximum total length a draft may reach, prompt of `num_tokens` included.
 
     Learned positions are limited, and a draft must not need more of them than standard decoding;
-    nor may it reach the length where a dynamic rotary embedding depends on each forward's length,
-    or the end of a static cache.
-
-    Args:
-        model: of the call.
-        num_tokens: of the prompt.
-        cache: that `generate` has prepared for it, or None.
-        lengths: of the call.
+    nor may it reach the length where a dynamic rotary embedding depends on each forward's length.
     """
     config = model.config.get_text_config(decoder=True)
     limits: list[int | None] = [getattr(config, "max_position_embeddings", None)]
@@ -181,10 +170,6 @@ def longest_draft(model: Model, num_tokens: int, cache: Any, lengths: Lengths) -
     if rope is not None and rope[0] == "dynamic":
         limits.append(rope[1])
     left = [max(0, limit - lengths.first_position) for limit in limits if limit is not None]
-    if isinstance(cache, StaticCache):
-        whole = [layer for layer in cache.layers if not getattr(layer, "is_sliding", False)]
-        sizes = [layer.max_cache_len for layer in whole if hasattr(layer, "max_cache_len")]
-        left += [size - lengths.num_slots for size in sizes]
     return num_tokens + min([lengths.num_new, *left])
 
 
@@ -220,7 +205,6 @@ def cache_kind_of(model_kwargs: dict[str, Any]) -> CacheKind:
 def excluded_by(
     model: Model,
     input_ids: Tensor,
-    config: GenerationConfig,
     model_kwargs: dict[str, Any],
     lengths: Lengths,
     user_code: str | None,
@@ -233,8 +217,6 @@ def excluded_by(
             excluded.setdefault(verification, str(reason))
 
     uses_cache, kind = model_kwargs.get("use_cache", True), cache_kind_of(model_kwargs)
-    if has_user_inputs(model) and not uses_cache:
-        exclude("your own code prepares the inputs of whole texts", *SPECULATING)
     exclude(why_not_speculate(model, lengths), *SPECULATING)
     exclude(_needs_more(model, input_ids, model_kwargs), *SPECULATING)
     exclude(why_no_tree(model, lengths), "tree")
@@ -249,31 +231,16 @@ def excluded_by(
             exclude("without a cache, its token types may let tokens see later ones", *SPECULATING)
     elif kind == "static":
         exclude(_why_not_moved(cache, lengths, len(input_ids)), "tree")
+        exclude("its cache is static", "chain", "snapshot")
     elif type(cache) is not DynamicCache:
         exclude(f"its cache is a {type(cache).__name__}", "tree")
-    elif any(
-        kind_of(layer) is None and type(layer) is not LinearAttentionLayer  # see `tree_layout`
-        for layer in cache.layers
-    ):
-        exclude("its cache has layers that cannot hold a tree", "tree")
-    elif cache.offloading:
-        exclude("its cache is offloaded", "tree")
     if cache is not None and type(cache) not in (DynamicCache, StaticCache):
         exclude(f"{CACHE} is a {type(cache).__name__}", *SPECULATING)
-    elif cache is not None and (may_be_users(cache) or cache.offloading):
+    elif cache is not None and cache.offloading:
+        exclude("its cache is offloaded", *SPECULATING)
+    elif cache is not None and may_be_users(cache):
         exclude(_why_unusual(text_config, cache), *SPECULATING)
         exclude(why_not_croppable(cache), "chain")
-        exclude(why_not_savable(cache), "snapshot")
-    if kind == "static":
-        if device_of_inputs(model).type == "cuda" and not config.disable_compile:
-            # `generate` compiles it.
-            exclude("its forwards would not be compiled", "chain", "snapshot")
-        if lengths.first_position > input_ids.shape[1]:
-            # Beside convolutions, masks are made of positions, and would show slots without tokens.
-            has_states = any(type(each) is LinearAttentionLayer for each in cache.layers)
-            exclude("its positions are beyond its slots" if has_states else None, "chain")
-        if "local" in (getattr(text_config, "attention_layers", None) or ()):
-            exclude("its local layers mask by the size of a static cache", *SPECULATING)
     if cache is not None and not uses_cache:
         exclude("a cache was passed, and use_cache=False", *SPECULATING)
     if user_code is not None and mesh_of(model) is not None:
@@ -285,11 +252,8 @@ def excluded_by(
 def _why_not_moved(cache: StaticCache, lengths: Lengths, num_rows: int) -> str | None:
     """Return why a static cache cannot be copied, and filled in the end, or None."""
     unknown = {type(layer).__name__ for layer in cache.layers if type(layer) not in _STATIC}
-    if unknown or cache.offloading or num_rows > 1:
-        what = ", ".join(sorted(unknown)) or (
-            "several rows" if num_rows > 1 else "offloaded layers"
-        )
-        return f"its static cache has {what}"
+    if unknown or num_rows > 1:
+        return f"its static cache has {', '.join(sorted(unknown)) or 'several rows'}"
     sizes = [layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer]
     if lengths.num_slots + lengths.num_new - 1 > min(sizes, default=math.inf):
         return "its static cache is shorter than its text may become"
@@ -354,9 +318,11 @@ def _why_unusual(config: Any, cache: Any) -> str | None:
         return "your own code runs in its cache"
     is_static = type(cache) is StaticCache
     made = StaticCache(config, 1) if is_static else DynamicCache(config=config)
+    # It keeps every token. Any layer of a model may be one: masks limit what it sees.
+    full = StaticLayer if is_static else DynamicLayer
     for index, layer in enumerate(cache.layers):
         usual = made.layers[index] if index < len(made.layers) else None
-        if type(layer) is not type(usual) and type(layer) not in _FULL:
+        if type(layer) not in (type(usual), full):
             return f"its cache has layers of {type(layer).__name__}"
         windows = {getattr(each, "sliding_window", None) for each in (layer, usual)}
         if type(layer) is type(usual) and len(windows) > 1:

@@ -372,7 +372,10 @@ class Plain:
         ends = [
             (row, path)
             for row, path in wanted
-            if not any(row == other and _begins(path, longer) for other, longer in wanted)
+            if not any(
+                row == other and len(path) < len(longer) and longer[: len(path)] == path
+                for other, longer in wanted
+            )
         ]
         found = {}
         for batch in [ends] if together else [[end] for end in ends]:
@@ -391,10 +394,6 @@ class Plain:
                 for num in range(1, len(path) + 1):
                     found[row, path[:num]] = output.logits[num][index].double()
         return found
-
-
-def _begins(path: _Path, other: _Path) -> bool:
-    return len(path) < len(other) and other[: len(path)] == path
 
 
 def forced(token_ids: Tensor, num_before: int, input_ids: Tensor, scores: Tensor) -> Tensor:

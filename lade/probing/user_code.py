@@ -52,7 +52,10 @@ _SITES = tuple(
 )
 # If user code replaces one of these, `generate` runs another loop than lade's: methods of a model,
 # functions of torch, and all of caches, since lade has its own caches and rolls them back.
-_OF_LOOP = ("_prefill", "_sample", "_update_model_kwargs_for_generation")
+_OF_LOOP = (
+    *("_prefill", "_sample", "_update_model_kwargs_for_generation"),
+    "prepare_inputs_for_generation",
+)
 _CHOOSING = {(functional, "softmax"), (torch, "multinomial"), (torch, "argmax")}
 _CACHES, _MASKS = "transformers.cache_utils", "transformers.masking_utils"
 
@@ -205,7 +208,11 @@ def user_code_around() -> str | None:
 def user_loop_of(model: Model) -> str | None:
     """Return why user code makes the loop of `generate` differ from lade's, or None."""
     for name in _OF_LOOP:
-        if _is_user_method(model, name):
+        on_instance = vars(model) if name != "_sample" else {}  # which is asked of the class alone
+        method = plain_of(on_instance.get(name, getattr(type(model), name, None)))
+        # A user's class may have inherited it.
+        is_installed = isinstance(method, FunctionType) and _is_installed(method)
+        if method is not None and is_users(method) and not is_installed:
             return f"its {name} is your own code"
     for slot in _REPLACED.exchanged():
         if (slot.holder, slot.name) in _CHOOSING or slot.path.startswith(_CACHES):
@@ -225,20 +232,6 @@ def has_user_masks(model: Model) -> bool:
 def has_user_experts(model: Model) -> bool:
     """Return whether user code, under a name of transformers' experts interface, runs experts."""
     return any(map(is_users, registered_of(model)["experts"]))
-
-
-def has_user_inputs(model: Model) -> bool:
-    """Return whether user code prepares the inputs of forwards."""
-    return _is_user_method(model, "prepare_inputs_for_generation")
-
-
-def _is_user_method(model: Model, name: str) -> bool:
-    """Return whether a method is user code; a user's class may have inherited it."""
-    on_instance = vars(model) if name != "_sample" else {}  # `generate` asks only the class for it
-    method = plain_of(on_instance.get(name, getattr(type(model), name, None)))
-    if method is None or not is_users(method):
-        return False
-    return not (isinstance(method, FunctionType) and _is_installed(method))
 
 
 def is_patched(name: str) -> bool:

@@ -1,6 +1,5 @@
 """The interface between the decoding loop and a model."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,15 +28,10 @@ class Target(ABC):
     execution: Execution = "eager"
     why_eager: str | None = None  # why steps are not compiled that were to be
     is_fast: bool = False  # whether forwards may run by lade's kernels
+    is_untimed = False  # whether the last forward also ran other calls, or a compiler
 
     _model_kwargs: dict[str, Any]  # what `generate` prepared for the prompts
     _engine_call: EngineCall | None = None  # runs its forwards together with other calls
-    _is_untimed = False  # whether the last forward also ran other calls, or a compiler
-
-    @property
-    def extra_sec(self) -> float:
-        """Extra seconds of the last forward over others of its size; infinite if unknown."""
-        return math.inf if self._is_untimed else 0.0
 
     @property
     def marginal_cost(self) -> float | None:
@@ -46,7 +40,7 @@ class Target(ABC):
 
     def ask(self, call: EngineCall, parts: Sequence[Any]) -> list[Any]:
         """Run parts of a forward together with parts of other calls; return their outputs."""
-        self._is_untimed = call.has_batch_mates
+        self.is_untimed = call.has_batch_mates
         return call.run(parts)
 
     def extended(self, num_new: int) -> dict[str, Any]:
@@ -108,12 +102,8 @@ class Target(ABC):
         """
 
     @abstractmethod
-    def forward_roots(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
-        """Run one root per row as `generate` runs single tokens; may be discarded.
-
-        Args:
-            by_view: whether to run by the view that verifies trees instead.
-        """
+    def forward_roots(self, roots: Sequence[Tree]) -> Tensor:
+        """Run one root per row as `generate` runs single tokens; may be discarded."""
 
     @abstractmethod
     def discard(self) -> None:

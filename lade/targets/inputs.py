@@ -28,11 +28,6 @@ def is_text_alone(model_kwargs: Mapping[str, Any]) -> bool:
     return True
 
 
-def sees_its_ends(mask: Tensor | None) -> bool:
-    """Return whether later tokens see the last one of each prompt."""
-    return mask is None or mask.dim() != 2 or bool(mask[:, -1].all())
-
-
 def num_slots_of(
     input_ids: Tensor, config: GenerationConfig, model_kwargs: Mapping[str, Any]
 ) -> int:

@@ -350,7 +350,8 @@ class ConvolvedLayer(TreeCacheLayer, LinearAttentionCacheLayerMixin):  # type: i
     def conv_states(self) -> list[Tensor]:
         """[1, channels, width], the last inputs that the convolution sees, after zeros."""
         held = self._held("keys")[:, 0].transpose(1, 2)
-        width = self._width
+        assert self._group.window is not None
+        width = self._group.window - 1
         return [torch.nn.functional.pad(held, (width - held.shape[2], 0))]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
@@ -390,11 +391,6 @@ class ConvolvedLayer(TreeCacheLayer, LinearAttentionCacheLayerMixin):  # type: i
         (states,) = self.conv_states
         layer.lazy_initialization(conv_states=states)
         layer.conv_states[0], layer.has_previous_state[0] = states.contiguous(), True
-
-    @property
-    def _width(self) -> int:
-        assert self._group.window is not None
-        return self._group.window - 1
 
 
 class _State(NamedTuple):

@@ -42,8 +42,6 @@ class ChainTarget(Target):
         restores: whether to restore the state from before a partly accepted draft, and run the
             accepted part again with the next draft, instead of dropping tokens.
         generation_config: provides `prefill_chunk_size` for the prefill.
-        proves_inputs: whether to compare the inputs of several tokens with the inputs of each
-            alone, needed where user code prepares inputs.
     """
 
     max_candidates = 1
@@ -55,14 +53,12 @@ class ChainTarget(Target):
         model_kwargs: dict[str, Any],
         restores: bool = False,
         generation_config: GenerationConfig | None = None,
-        proves_inputs: bool = False,
     ) -> None:
         self.device: torch.device = input_ids.device
         self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
         self._model = model
         self._model_kwargs = dict(model_kwargs)
         self._restores = restores
-        self._proves_inputs = proves_inputs
         self._generation_config = generation_config or GenerationConfig()
         self._ids = input_ids  # all tokens before the root
         self._num_prompt = input_ids.shape[1]
@@ -118,25 +114,7 @@ class ChainTarget(Target):
         assert len(tree) == max(tree.depths) + 1
         input_ids = self._followed(self._ids, self._tokens)
         num_new = len(tree) - num_run if num_run else self.num_pending + len(tree)
-        inputs = self._prepared(input_ids, num_new)
-        if self._proves_inputs and num_new > 1:
-            self._prove(inputs, input_ids, num_new)
-        return inputs
-
-    def _prove(self, inputs: dict[str, Any], input_ids: Tensor, num_new: int) -> None:
-        """Check that each of the last tokens has the inputs that it would have alone.
-
-        Raises:
-            UnsupportedModelError: a token has other inputs.
-        """
-        num_before = input_ids.shape[1] - num_new
-        for index in range(num_new):
-            alone = self._prepared(input_ids[:, : num_before + index + 1], 1)
-            if not _is_part(alone, inputs, index, num_new):
-                raise UnsupportedModelError(
-                    "its prepare_inputs_for_generation gives a token other inputs beside further "
-                    "tokens than alone"
-                )
+        return self._prepared(input_ids, num_new)
 
     def forward(self, inputs: Any) -> Tensor:
         """Run the model and return its outputs in node order."""
@@ -151,7 +129,7 @@ class ChainTarget(Target):
         logits: Tensor = output.logits
         return logits[:, logits.shape[1] - (width - num_run) :]
 
-    def forward_roots(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
+    def forward_roots(self, roots: Sequence[Tree]) -> Tensor:
         """Run roots, keeping the states before them and before the previous token."""
         inputs = self.inputs(roots)
         before = None if self._cache is None else saved(self._cache[1])
@@ -216,12 +194,10 @@ class ChainTarget(Target):
         """Fill the caller's cache with every token before the root; return it, or the model's."""
         if self._cache is None:
             return cache
-        while self.num_pending:
-            num_run = 1 if self._proves_inputs else self.num_pending
-            self.num_pending -= num_run
-            ids = self._ids[:, : self._ids.shape[1] - self.num_pending]
-            output = self._model(**self._prepared(ids, num_run), return_dict=True)
-            self._cache = find_cache(output) or self._cache
+        if self.num_pending:
+            inputs = self._prepared(self._ids, self.num_pending)
+            output = self._model(**inputs, return_dict=True)
+            self._cache, self.num_pending = find_cache(output) or self._cache, 0
         mine = self._cache[1]
         if cache is None or type(cache) is not type(mine):
             return mine
@@ -252,19 +228,3 @@ class ChainTarget(Target):
         if LOGITS_KEPT in inputs:
             inputs[LOGITS_KEPT] = num_tokens
         return inputs
-
-
-def _is_part(alone: dict[str, Any], together: dict[str, Any], index: int, num_tokens: int) -> bool:
-    """Return whether one of several tokens has the inputs that it would have alone."""
-    for name in (alone.keys() | together.keys()) - {LOGITS_KEPT}:
-        mine, theirs = alone.get(name), together.get(name)
-        if isinstance(theirs, Tensor):
-            if name == "attention_mask":
-                theirs = theirs[..., : theirs.shape[-1] - num_tokens + index + 1]
-            elif theirs.shape[-1] == num_tokens:
-                theirs = theirs[..., index : index + 1]
-            if not isinstance(mine, Tensor) or not torch.equal(mine, theirs):
-                return False
-        elif mine is not theirs and mine != theirs:
-            return False
-    return True

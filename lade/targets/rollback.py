@@ -15,7 +15,6 @@ from transformers.cache_utils import (
     DynamicLayer,
     EncoderDecoderCache,
     LinearAttentionCacheLayerMixin,
-    StaticLayer,
 )
 
 from lade.compat import CACHE_NAMES, WINDOWS_GROW
@@ -54,21 +53,15 @@ def why_not_croppable(cache: Any) -> str | None:
         cache = cache.self_attention_cache
     if not isinstance(cache, Cache):
         return f"its cache is a {type(cache).__name__}"
-    if getattr(cache, "offloading", False):
-        return "its cache is offloaded"
     for layer in cache.layers:
         if isinstance(layer, LinearAttentionCacheLayerMixin):
-            if _may_have_state(layer):
+            # A new layer may get a state in its first forward.
+            is_new = not any(layer.is_conv_states_initialized.values())
+            if is_new or any(layer.is_recurrent_states_initialized.values()):
                 return "it keeps a recurrent state, from which no token can be taken"
-        elif kind_of(layer) is None and type(layer) is not StaticLayer:
+        elif kind_of(layer) is None:
             return f"its cache has layers of {type(layer).__name__}"
     return None
-
-
-def _may_have_state(layer: Any) -> bool:
-    """Return whether a layer has a recurrent state, or may get one in its first forward."""
-    is_new = not any(layer.is_conv_states_initialized.values())
-    return is_new or any(layer.is_recurrent_states_initialized.values())
 
 
 def record_past(cache: Any, is_on: bool) -> None:
@@ -81,10 +74,7 @@ def record_past(cache: Any, is_on: bool) -> None:
 def crop(cache: Any, num_tokens: int) -> None:
     """Drop the newest `num_tokens` tokens; must follow every forward, even to drop none."""
     for layer in _layers(cache):
-        if isinstance(layer, StaticLayer):
-            if layer.is_initialized:
-                layer.cumulative_length.sub_(num_tokens)  # later slots are overwritten
-        elif not isinstance(layer, LinearAttentionCacheLayerMixin) or layer.record_past:
+        if not isinstance(layer, LinearAttentionCacheLayerMixin) or layer.record_past:
             layer.crop(-num_tokens)
 
 
@@ -100,17 +90,6 @@ def _layers(cache: Any) -> list[Any]:
     whole = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     layers: list[Any] = whole.layers
     return layers
-
-
-def why_not_savable(cache: Any) -> str | None:
-    """Return why a cache cannot be saved before a forward, or None if it can."""
-    if getattr(cache, "offloading", False):
-        return "its cache is offloaded"
-    if isinstance(cache, Cache):
-        for layer in cache.layers:
-            if "Quantized" in type(layer).__name__:
-                return "its cache is quantized, and a forward over more tokens would round again"
-    return None
 
 
 def saved(cache: Any) -> Any:
@@ -137,9 +116,7 @@ def _saved_layer(layer: Any) -> Any:
     if not is_known:
         return copy.deepcopy(layer)  # a model's own class; may hold anything
     twin = copy.copy(layer)
-    # A static layer writes after the tokens that it holds, where the snapshot does not look.
-    holds_keys = isinstance(layer, DynamicLayer) or type(layer) is StaticLayer
     for name, value in vars(layer).items():
-        if not (holds_keys and name in ("keys", "values")):
+        if not (isinstance(layer, DynamicLayer) and name in ("keys", "values")):
             setattr(twin, name, tree_map_only(Tensor, Tensor.clone, value))
     return twin

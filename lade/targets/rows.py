@@ -133,9 +133,9 @@ class RowsTarget(Target):
             for row, logits in zip(group, ends, strict=True):
                 last[row] = logits
         for row, original in enumerate(self._originals):
-            mine, theirs = self._all[row], self._all[original]
             if row != original:
-                mine.follow(theirs)
+                self._all[row].cache.take_over(self._all[original].cache)
+                self._all[row].begin()
                 last[row] = last[original]
         return torch.cat(last, dim=1)
 
@@ -192,13 +192,11 @@ class RowsTarget(Target):
             for target in self._all:
                 target.join(call)
 
-    def forward_roots(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
+    def forward_roots(self, roots: Sequence[Tree]) -> Tensor:
         """Run the first row's root as `generate` runs single tokens, and other roots as trees.
 
         After a plain prefill, run all roots as `generate` does.
         """
-        if by_view:
-            return self.forward(self.inputs(roots))
         if self._is_plain:
             return self._together(roots)
         first, *others = self._rows

@@ -4,6 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ from lade.targets.kv_cache import LayerKind, TreeCache, kind_of
 from lade.targets.layout import MAX_OVERHANG, TreeLayout, takes_parts
 from lade.targets.masks import tree_mask
 from lade.targets.parts import TREE_SDPA
-from lade.targets.recorded import Recorded
 from lade.targets.rollback import cache_in
 from lade.tree import Tree, TreeTensors
 
@@ -42,6 +42,55 @@ _OF_FORWARD = {"use_cache": True, "return_dict": True}
 # Attention implementations that limit keys to the window themselves, whatever the cache holds.
 _KNOW_WINDOWS = {*MASK_IS_ADDED, "flash_attention_2", "flash_attention_3", "flash_attention_4"}
 _NUM_RECENT = 8  # steps whose mean predicts how many tokens the next one commits
+
+
+class Recorded:
+    """What forwards of a target return besides logits, of tokens that were committed.
+
+    Args:
+        options: arguments of a forward that ask for it, such as `output_hidden_states`.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options = dict(options)
+        self.output: Any = None  # of the last forward
+        self._num_tokens = 0  # committed tokens that were recorded
+        self._states: list[Sequence[Tensor | None]] = []  # of forwards, by layer: [1, num, size]
+        self._shared: dict[str, tuple[Tensor, Tensor]] = {}  # keys and values of the whole text
+
+    def commit(self, length: int, path: Sequence[int]) -> None:
+        """Record the nodes of a path of the last forward, which ran after `length` tokens.
+
+        A proof runs some tokens again that are recorded already.
+        """
+        output, states = self.output, self.output.hidden_states
+        new = path[max(0, self._num_tokens - length) :]
+        self._states.append([_at(each, 1, new) for each in states])
+        self._num_tokens = max(self._num_tokens, length + len(path))
+        num_run = next(each.shape[1] for each in states if each is not None)
+        for name, pair in (getattr(output, "shared_kv_states", None) or {}).items():
+            first = pair[0].shape[-2] - num_run  # slots before these tokens
+            slots = [*range(first), *(first + node for node in path)]
+            self._shared[name] = _at(pair[0], -2, slots), _at(pair[1], -2, slots)
+
+    def take(self, num_tokens: int) -> Any:
+        """Return the states of tokens that were committed since the last call.
+
+        Returns:
+            An output of transformers, with `num_tokens`; None if `num_tokens` tokens of text are
+            not what was committed.
+        """
+        if self._num_tokens != num_tokens or not self._states:
+            return None
+        states = tuple(
+            None if of_layer[0] is None else torch.cat(of_layer, dim=1)
+            for of_layer in zip(*self._states, strict=True)
+        )
+        self._states = []
+        num_new = next(each.shape[1] for each in states if each is not None)
+        return SimpleNamespace(
+            hidden_states=states, shared_kv_states=self._shared, num_tokens=num_new
+        )
 
 
 class TreeTarget(Target):
@@ -185,7 +234,7 @@ class TreeTarget(Target):
         """
         num_tokens, start = self._input_ids.shape[1], self.cache.get_seq_length()
         logits = None
-        if num_tokens - start <= call.prefill_chunk and not call.has_batch_mates:
+        if num_tokens - start <= call.engine.prefill_chunk and not call.has_batch_mates:
             return None
         while start < num_tokens:
             num = call.reserve(num_tokens - start)
@@ -251,7 +300,7 @@ class TreeTarget(Target):
             CACHE: self.cache,
             **_OF_FORWARD,
         }
-        part = self._as_part(self._view, inputs, is_prompt=True)
+        part = self.part(inputs, is_prompt=True)
         if not self._is_uniform:
             part.kind = self  # it runs alone: tokens that left a window cannot be put back
         return part
@@ -262,11 +311,6 @@ class TreeTarget(Target):
         if positions is None or self.padding is not None or self.cache.get_seq_length():
             return None
         return self._prompt_part(positions, 0, self._input_ids.shape[1])
-
-    def follow(self, other: "TreeTarget") -> None:
-        """Copy the cache of another target that has run an equal prompt."""
-        self.cache.take_over(other.cache)
-        self.begin()
 
     def next_position(self) -> Tensor:
         """Return the position of the next token, int64 [1, 1]."""
@@ -298,26 +342,27 @@ class TreeTarget(Target):
         if self._engine_call is None:
             return self._run(view, inputs)
         logits: Tensor
-        (logits,) = self.ask(self._engine_call, [self._as_part(view, inputs)])
+        (logits,) = self.ask(self._engine_call, [self.part(inputs, view)])
         return logits
 
     def _run(self, view: Model, inputs: Mapping[str, Any]) -> Tensor:
         """Run a view alone."""
-        if self._recorded is not None:
-            return self._recorded.logits_of(view(**inputs, **self._recorded.options))
-        logits: Tensor = view(**inputs).logits
+        recorded = self._recorded
+        output = view(**inputs, **({} if recorded is None else recorded.options))
+        if recorded is not None:
+            recorded.output = output
+        logits: Tensor = output.logits
         return logits
 
-    def part(self, inputs: dict[str, Any]) -> Part:
-        """Return a step as a part of a forward."""
-        return self._as_part(self._view, inputs)
-
-    def _as_part(self, view: Model, inputs: dict[str, Any], is_prompt: bool = False) -> Part:
+    def part(
+        self, inputs: dict[str, Any], view: Model | None = None, is_prompt: bool = False
+    ) -> Part:
+        """Return a step, or a prefill chunk, as a part of a forward; by the view for trees."""
         is_inference = torch.is_inference_mode_enabled()
         shape = inputs["position_ids"].dim(), *sorted(inputs)
         kind = (id(self._model), self.attention, self._fast_views, is_inference, *shape)
-        num = self._num_committed
-        return Part(kind, view, inputs, self.discard, num, is_prompt, is_inference)
+        ways = self.discard, self._num_committed, is_prompt, is_inference
+        return Part(kind, self._view if view is None else view, inputs, *ways)
 
     def join(self, call: EngineCall) -> None:
         """Run forwards together with other calls of the model, if that is exact."""
@@ -334,10 +379,8 @@ class TreeTarget(Target):
         self._last_inputs = inputs
         return logits
 
-    def forward_roots(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
+    def forward_roots(self, roots: Sequence[Tree]) -> Tensor:
         """Run a root by the model itself, which prepares it unless its attention needs a mask."""
-        if by_view:
-            return self.forward(self.inputs(roots))
         if self._is_uniform or (attention_of(self._model) or "eager") in _KNOW_WINDOWS:
             new = self._input_ids.new_zeros((1, self.cache.length + 1 - self._num_prefilled))
             new[:, -1] = integers_on(self.device, [roots[0].token_ids[0]])
@@ -458,3 +501,7 @@ def _kinds_held(kinds: Sequence[LayerKind], past: Any) -> list[LayerKind]:
     full = LayerKind("full")
     later = [full if kind.kind == "windowed" else kind for kind in kinds[len(given) :]]
     return [*given, *later][: len(kinds)]
+
+
+def _at(tensor: Tensor | None, dim: int, places: Sequence[int]) -> Any:
+    return None if tensor is None else tensor.index_select(dim, integers_on(tensor.device, places))

@@ -22,15 +22,8 @@ def test_config_refuses_what_it_cannot_mean() -> None:
     for switch in ("reuses_prefix", "uses_kernels"):
         with pytest.raises(TypeError, match=rf"expected Config\({switch}=…\) to be a bool, got 1"):
             Config(**{switch: 1})  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match=r"stable_text=…\) was removed: the compiled forward pass computes"
-    ):
-        Config(stable_text=True)
-    for execution in ("fixed", "graphs"):
-        with pytest.raises(
-            ValueError, match=rf"execution='{execution}'\) was removed: 'static' replaces it"
-        ):
-            Config(execution=execution)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="of 'eager', 'static', None, got 'graphs'"):
+        Config(execution="graphs")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="of at most 63 beside execution='static', got 64"):
         Config(execution="static", max_draft_tokens=64)
     with pytest.raises(ValueError, match="of 'exact', 'rejection', got 'typical'"):

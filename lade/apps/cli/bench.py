@@ -38,12 +38,6 @@ from lade.stats import Step
 _LEGEND = ": drafted by the n-gram pool and accepted. Plain: the model's own token."
 _SHOWN = 300  # characters of a prompt of the demo
 _OF_DEMO = ("plain", "prompt_lookup", "lade")
-_LABELS = {
-    "tree": "tree: all candidates in one forward pass",
-    "chain": "chain: the best candidate alone, in one forward pass",
-    "snapshot": "snapshot: the best candidate alone, from a copy of the state",
-    "plain": "plain: no drafts, so the same text at plain speed",
-}
 
 
 def compare(
@@ -150,13 +144,7 @@ class _Shown:
         line = ", ".join(f"{name} {version}" for name, version in versions.items())
         line += f"; {platform.machine()}, {get_host_cpu_name()}"
         out.print(f"[dim]{line}[/dim]", soft_wrap=True)
-        found = probe(model)
-        how = _LABELS.get(found.verification, found.verification)
-        out.print(f"[bold]Verification[/bold] by {how}")
-        for verification, reason in found.reasons.items():
-            out.print(f"  not by {verification}: {reason}", markup=False, soft_wrap=True)
-        if found.table is not None:
-            out.print(f"Drafts from the table {found.table}", markup=False, soft_wrap=True)
+        out.print(str(probe(model)), markup=False, soft_wrap=True)
         if out.is_terminal:
             out.print(Text.assemble("\n", ("Green", DRAFTED), _LEGEND))
 

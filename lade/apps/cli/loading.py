@@ -59,13 +59,12 @@ def compiling_beside() -> Iterator[None]:
 
     What they could not compile, this process compiles when it needs it.
     """
-    from lade.machine.threads import num_cores_allowed
+    from lade.machine.threads import num_cores
     from ngram_pool.pool import is_first_run
 
     processes: list[Popen[bytes]] = []
-    has_cores = os.cpu_count() != 1 != num_cores_allowed()
     try:
-        if has_cores and is_first_run():
+        if num_cores() > 1 and is_first_run():
             with suppress(OSError):
                 for code in _COMPILING:
                     command = [sys.executable, "-c", code]

@@ -78,12 +78,8 @@ class Metrics:
         """Count a request, answered or refused."""
         self._requests.labels(self._name, str(status)).inc()
 
-    def count(self, exchange: Exchange) -> None:
-        """Count a finished exchange."""
-        for one in exchange.answers:
-            self._count(exchange, one)
-
-    def _count(self, exchange: Exchange, one: OneAnswer) -> None:
+    def count(self, exchange: Exchange, one: OneAnswer) -> None:
+        """Count an answer of a finished exchange."""
         num_tokens, stats, times = len(one.token_ids), one.stats, self._times
         arrived, first, last = exchange.arrived, one.first_token, one.last_token
         if one.admitted is not None:

@@ -252,7 +252,8 @@ class Routes:
 
     def _over(self, exchange: Exchange) -> None:
         self._open.discard(exchange)
-        self._metrics.count(exchange)
+        for one in exchange.answers:
+            self._metrics.count(exchange, one)
 
 
 class _Workers:

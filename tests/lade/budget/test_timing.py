@@ -1,6 +1,5 @@
 """Which times are learned as those of steps."""
 
-import math
 from typing import Any
 
 import pytest
@@ -17,9 +16,9 @@ from tests.lade.forward.families import model_of
 from tests.lade.shared import shared_model
 
 
-@pytest.mark.parametrize("extra_sec", [0.0, 1e-6, math.inf])
-def test_a_step_is_learned_without_what_others_of_its_size_do_not_take(
-    extra_sec: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_untimed", [False, True])
+def test_a_step_is_learned_unless_it_took_what_others_of_its_size_do_not_take(
+    is_untimed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded = list[float]()
 
@@ -27,11 +26,11 @@ def test_a_step_is_learned_without_what_others_of_its_size_do_not_take(
         recorded.append(sec)
 
     monkeypatch.setattr(Budget, "record", record)
-    monkeypatch.setattr(TreeTarget, "extra_sec", property(lambda self: extra_sec))
+    monkeypatch.setattr(TreeTarget, "is_untimed", is_untimed)
     model = shared_model("llama")
     options: Any = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
     stats = generate(model, torch.tensor([[5, 6, 7, 5, 6, 7]]), **options).stats
-    if extra_sec < math.inf:
+    if not is_untimed:
         # All of a step counts, not its forward alone; but for those that prove themselves.
         assert stats.num_steps - 4 <= len(recorded) <= stats.num_steps
         assert 0 < sum(recorded) <= stats.sec - stats.prefill_sec

@@ -96,7 +96,7 @@ def decode(
             text += emitted
             speculator.observe(row, emitted)
             budget.learn({row: (draft, emitted)}, {row: len(text)})
-            speculator.record(1, num, clock.now - started, 0.0)
+            speculator.record(1, num, clock.now - started, False)
         speculator.close()
         place = end
     return clock.now - begun

@@ -272,6 +272,12 @@ def test_vectors_of_either_length_keep_the_order(
         for options in (MIDDLE, *SHAPES):
             model = widened(model_of("llama", dtype, **options))
             assert Texts(model, FusedForwards(model, kernels, run_job)).differences(0) == []
+    whole = write(tmp_path, "llama", "Q4_0")  # digits are written in whole blocks
+    packed = load_gguf(tmp_path / "model.gguf")
+    texts = Texts(packed, FusedForwards(packed, kernels, run_job))
+    assert texts.differences(0) == []
+    theirs = whole(torch.tensor([texts._ids])).logits[0, 1:]
+    assert torch.allclose(torch.stack(texts.logits), theirs, atol=1e-4)
 
 
 # --- what is hidden ---------------------------------------------------------------------------

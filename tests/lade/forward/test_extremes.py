@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import lade
-from lade.forward import _kernels, _tiles
-from lade.forward._rows import FUNCTIONS
+from lade.forward import _kernels, _rows, _tiles
 from tests.grids import thinned
 from tests.lade.both import EIGHT, same_as_generate
 from tests.lade.forward.conftest import Ran
@@ -46,7 +45,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_are_torchs(name: str) -> None:
-    row, function = torch.cat([EXTREMES, -EXTREMES]), FUNCTIONS[name]
+    row, function = torch.cat([EXTREMES, -EXTREMES]), vars(_rows)[name]
 
     def each(row: Any) -> None:
         for index in range(len(row)):
@@ -72,7 +71,7 @@ ROWS = [
 @pytest.mark.parametrize("scores", ROWS)
 def test_a_softmax_is_torchs(scores: list[float]) -> None:
     row, names = torch.tensor(scores), ("largest", "exponential", "total")
-    largest, exponential, total = map(FUNCTIONS.__getitem__, names)
+    largest, exponential, total = (vars(_rows)[name] for name in names)
 
     def softmax(row: Any) -> None:  # as programs have it
         most = largest(row)

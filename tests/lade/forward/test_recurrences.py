@@ -81,18 +81,6 @@ def test_prompts_of_any_length(family: str, num_tokens: int, ran: list[Ran]) -> 
     assert (num_tokens in {each.num_tokens for each in ran}) == is_by_job
 
 
-def test_a_static_cache_may_have_positions_beyond_its_slots() -> None:
-    model, ids = model_of("lfm2", torch.float64), torch.tensor([[41, 22, 93] * 5])
-    given: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
-    given |= {"return_dict_in_generate": True, "attention_mask": torch.ones_like(ids)}
-    given |= {"output_logits": True, "cache_implementation": "static"}
-    for first in (0, 2):
-        given["position_ids"] = torch.arange(first, first + 15)[None]
-        mine, theirs = lade.generate(model, ids, **given), model.generate(ids, **given)
-        for own, other in zip(mine.logits, theirs.logits, strict=True):
-            assert torch.allclose(own, other, atol=1e-9)
-
-
 def test_forwards_of_torch_leave_the_state_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one token, those of Mamba 2 write to the state that they got, and do not say so."""
     model, root = model_of("granitemoehybrid"), torch.tensor([[11]])

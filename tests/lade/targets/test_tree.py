@@ -272,9 +272,9 @@ def test_rows_are_proved_as_parts(family: str) -> None:
 def test_of_calls_side_by_side_one_proves_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     model, run, alone = tiny_model("llama"), TreeTarget.forward_roots, set[int]()
 
-    def noting(self: TreeTarget, roots: Any, **ways: Any) -> Tensor:
+    def noting(self: TreeTarget, roots: Any) -> Tensor:
         alone.add(id(self))
-        return run(self, roots, **ways)
+        return run(self, roots)
 
     profile_of(model).proofs["tree"] = Distances()
     call: dict[str, Any] = {"max_new_tokens": 48, "eos_token_id": None, "config": EIGHT}

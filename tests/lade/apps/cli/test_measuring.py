@@ -44,7 +44,7 @@ def test_demo_tells_what_lade_does_and_what_that_gains(folder: str) -> None:
         "LlamaForCausalLM",
         "float32, cpu",
         f"torch {metadata.version('torch')}",
-        "Verification by tree: all candidates in one forward pass",
+        "LlamaForCausalLM verifies drafts by: tree",
     ):
         assert reported in flat
     assert len(re.findall(r"^lade +12 tokens .*x plain, same text$", done.out, re.MULTILINE)) == 2

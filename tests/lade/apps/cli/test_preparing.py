@@ -45,7 +45,7 @@ def test_a_table_is_written_beside_the_weights_and_the_demo_names_it(
     path = copied / "lade.pool"
     assert f"kept in {path}, and used beside the model's weights" in done.err
     done = run("demo", "--model", copied, *SHORT, "--prompt", "one")
-    assert f"Drafts from the table {path}" in done.out
+    assert f"drafts from the table {path}" in done.out
     assert "error: " in run("prewarm", "--model", folder, *options, "--out", path).error_line
 
 
@@ -57,8 +57,8 @@ def test_a_model_that_is_decoded_plainly_is_not_prewarmed(
     assert said in run("prewarm", "--model", folder).error_line
     monkeypatch.setattr("lade.apps.cli.bench.probe", lambda model: PLAIN)
     done = run("demo", "--model", folder, *SHORT, "--prompt", "one")
-    assert "Verification by plain" in done.out
-    assert "  not by tree: trees do not grow here" in done.out
+    assert "verifies drafts by: plain" in done.out
+    assert "  not tree: trees do not grow here" in done.out
 
 
 # --- compiled kernels ---------------------------------------------------------------------------
