@@ -37,9 +37,8 @@ from lade.drafting.tables import table_for
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
 from lade.probing.factory import make_target
-from lade.probing.plan import plan_of_calls
+from lade.probing.plan import plan_of_calls, ready
 from lade.probing.profile import profile_of
-from lade.probing.settling import ready
 from lade.stats import ends_in_loop
 from lade.targets.base import Target
 from lade.tree import Tree

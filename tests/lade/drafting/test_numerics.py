@@ -1,7 +1,6 @@
 """Numbers behind drafts: ranks of logits, joined trees."""
 
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import pytest
