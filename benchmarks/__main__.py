@@ -112,30 +112,25 @@ def run_arena(
     *,
     asked: PromptChoice,
     methods: str | None = METHODS,
-    max_draft_tokens: str = sizes("8,16,32"),
+    max_draft_tokens: str = sizes("1,3,4,7,15"),
     max_new_tokens: int = length(96),
-    costs: Path | None = option(
-        None,
-        help="A result of forwards: tell tokens a second by these costs, and the best sizes.",
-        **IS_FILE,
-    ),
     model: str | None = MODEL,
     dtype: str | None = DTYPE,
     json: Path | None = JSON,
 ) -> None:
-    """Compare drafters live, on the same texts and with equal numbers of draft tokens.
+    """Replay drafters on the same texts and with equal numbers of draft tokens.
 
-    generate answers each prompt greedily; then every method has to write that text, so that in
-    half precision, too, all draft the same. Time is not measured: the numbers depend on the
-    machine only by the rounding of its arithmetic, and by the costs of forwards that are given.
+    All draft for one greedy answer to each prompt, and get the model's logits for their own draft
+    tokens. Steps are counted, and no time is measured: speeds are what three machines would make of
+    the steps, as multiples of standard decoding.
     """
-    from benchmarks.arena import METHODS, run
+    from benchmarks.arena import DESCRIPTIONS, run
     from benchmarks.methods import named, numbers
 
-    names, draft_sizes = named(methods, METHODS), numbers(max_draft_tokens)
+    names, draft_sizes = named(methods, [*DESCRIPTIONS]), numbers(max_draft_tokens)
     chosen = asked.chosen()
     loaded = load_model(model, dtype=dtype)
-    run(loaded, chosen, names, draft_sizes, Settings(max_new_tokens), json, costs)
+    run(loaded, chosen, names, draft_sizes, Settings(max_new_tokens), json)
 
 
 @app.command("fit")

@@ -9,7 +9,6 @@ from lade.apps.bench.methods import Method, assisted, by_lade, plain
 from lade.config import Config
 from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
 from lade.drafting.drafter import Drafter
-from lade.drafting.sources import PoolDrafter
 from ngram_pool import NGramPool
 
 
@@ -118,10 +117,6 @@ METHODS: dict[str, MethodInfo] = {
         "transformers' assistant_early_exit",
         is_single_row=True,
         takes="num_layers",
-    ),
-    "lade_untabled": MethodInfo(
-        lambda given: by_lade(given.config, drafter=PoolDrafter(NGramPool(seed=0))),
-        "lade, one pool for all prompts, without the table that lade prewarm made",
     ),
     "assistant": _alone(_assistant, "lade, a copy of the model in 8 bits drafts", "assistant"),
     "first_layers": _alone(_first_layers, "lade, the model's own first layers draft", "num_layers"),

@@ -32,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import api  # of this folder
 import commands
 
-from benchmarks.arena import ForwardCosts
 from benchmarks.cpu_engines import HEADINGS, cells_of
 from benchmarks.environment import code as present_code
 from benchmarks.report import share_text, speedup_text
@@ -51,6 +50,7 @@ _NAMES = {
     "no_drafts": "**lade**, no drafts",
     "lade": "**lade**",
     "lade_fresh": "**lade**",
+    "lade_prewarmed": "**lade**, after `lade prewarm`",
     "openvino": "OpenVINO GenAI",
     "openvino_lookup": "OpenVINO GenAI's prompt lookup",
     "llama_cpp": "llama.cpp",
@@ -70,8 +70,7 @@ _ENGINES = {
     "pool_private": "**lade**, a pool for each request",
     "pool_prewarmed": "**lade**, one pool for all, after `lade prewarm`",
 }
-_PREWARMED = "**lade**, after `lade prewarm`"
-_ARENA = "results/arena/smollm2_bfloat16"  # what is plotted
+_ARENA = "results/arena"  # what is plotted
 _MODELS = {"smollm2-135m-instruct": "SmolLM2-135M-Instruct", "gemma-3-270m": "Gemma 3 270M"}
 
 
@@ -443,58 +442,42 @@ def categories(*files: str) -> str:
 
 
 @_figure
-def arena(*files: str) -> str:
-    """Return MAT, and draft tokens a step, of every drafter at every budget, live."""
-    rows = []
-    for file in files:
-        runs = _runs(file)
-        sizes = sorted({size for _, size in runs})
-        names = _arena_names(file)
-        for method in dict.fromkeys(name for name, _ in runs):
-            numbers = [
+def arena(file: str) -> str:
+    """Return MAT, and draft tokens a step, of every drafter at every number of draft tokens."""
+    sizes, runs = _read(file)["settings"]["draft_sizes"], _replayed(file)
+    rows = [
+        (
+            _NAMES[method],
+            *(
                 f"{run['mean_accepted_tokens']:.2f} ({run['draft_tokens_per_step']:.0f})"
-                for run in (runs[method, size] for size in sizes)
-            ]
-            rows.append((names.get(method, f"`{method}`"), *numbers))
+                for run in (of_method[size] for size in sizes)
+            ),
+        )
+        for method, of_method in runs.items()
+    ]
     return _table(("drafter, MAT (draft tokens a step)", *map(str, sizes)), 1, rows)
 
 
 @_figure
-def arena_speeds(*files: str) -> str:
-    """Return tokens a second of forwards of every drafter, at its best budget by their costs.
-
-    Args:
-        files: results of forwards, a column each; after `--`, those of the arena.
-    """
-    split = files.index("--")
-    costs = [ForwardCosts(_path(file)) for file in files[:split]]
-    formats = [_read(file)["dtype"] for file in files[:split]]
-    rows = [("none", *(f"{each.tokens_per_sec(1.0, 0.0):.0f}" for each in costs))]
-    for file in files[split + 1 :]:
-        runs, names = _runs(file), _arena_names(file)
-        for method in dict.fromkeys(name for name, _ in runs):
-            cells = [names.get(method, f"`{method}`")]
-            for each in costs:
-                speeds = {
-                    size: each.tokens_per_sec(
-                        run["mean_accepted_tokens"], run["draft_tokens_per_step"]
-                    )
-                    for (name, size), run in runs.items()
-                    if name == method
-                }
-                best = max(speeds, key=speeds.__getitem__)
-                cells.append(f"{speeds[best]:.0f} ({best})")
-            rows.append((*cells,))
-    return _table(("drafter, tokens a second (at most draft tokens)", *formats), 1, rows)
+def arena_speeds(file: str) -> str:
+    """Return the speed of every drafter on every curve, with its best number of draft tokens."""
+    settings, rows = _read(file)["settings"], []
+    for method, of_method in _replayed(file).items():
+        cells = []
+        for curve in settings["curves"]:
+            best = max(settings["draft_sizes"], key=lambda size: of_method[size]["speeds"][curve])
+            auto = f", {of_method[curve]['speeds'][curve]:.2f}x" if curve in of_method else ""
+            cells.append(f"{of_method[best]['speeds'][curve]:.2f}x ({best}){auto}")
+        rows.append((_NAMES[method], *cells))
+    return _table(("drafter, speed (draft tokens)", *settings["curves"]), 1, rows)
 
 
-def _arena_names(file: str) -> dict[str, str]:
-    """Return the names of drafters in a result of the arena."""
-    has_table = _read(file)["settings"]["num_table_contexts"] is not None
-    ours = _PREWARMED if has_table else _NAMES["lade"]
-    one = "one pool for all prompts"
-    of_lade = {"lade": f"{ours}, {one}", "lade_untabled": f"{_NAMES['lade']}, {one}"}
-    return {**_NAMES, **of_lade, "lade_fresh": ours}
+def _replayed(file: str) -> dict[str, dict[int | str, Mapping[str, Any]]]:
+    """Return the runs of the arena by method and number of draft tokens."""
+    runs: dict[str, dict[int | str, Mapping[str, Any]]] = {}
+    for run in _read(file)["runs"]:
+        runs.setdefault(run["method"], {})[run["max_draft_tokens"]] = run
+    return runs
 
 
 _SERVERS = {
@@ -771,14 +754,11 @@ def _mark(name: str) -> str:
 
 
 def _draw_arena(folder: Path, name: str, content: Any) -> None:
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for run in content["runs"]:
-        if run["group"] == OVERALL:
-            line = lines.setdefault(run["method"], [])
-            line.append((run["max_draft_tokens"], run["mean_accepted_tokens"]))
     figure, axes = _new_figure()
-    for label, line in lines.items():
-        axes.plot(*zip(*sorted(line), strict=True), "-", marker="o", label=label)
+    sizes = content["settings"]["draft_sizes"]
+    for label, runs in _replayed(_ARENA).items():
+        line = [runs[size]["mean_accepted_tokens"] for size in sizes]
+        axes.plot(sizes, line, "-", marker="o", label=label)
     axes.set_xlabel("draft tokens, at most")
     axes.set_ylabel("mean accepted tokens")
     _save(figure, axes, folder, name)
@@ -819,13 +799,6 @@ def _path(file: str) -> Path:
 @cache
 def _read(file: str) -> Any:
     return json.loads(_path(file).read_text(encoding="utf-8"))
-
-
-def _runs(file: str) -> dict[tuple[str, int], Mapping[str, Any]]:
-    runs = _read(file)["runs"]
-    return {
-        (run["method"], run["max_draft_tokens"]): run for run in runs if run["group"] == OVERALL
-    }
 
 
 def _settings(content: Mapping[str, Any]) -> BenchSettings:

@@ -78,7 +78,7 @@ class Decoder:
                 batch.cut()
         finally:
             with ExitStack() as stack:  # closes the others even if one raises
-                stack.callback(self._speculator.close_all)
+                stack.callback(self._speculator.close)
                 stack.callback(self._target.close)
                 stack.callback(self._choice.close)
         self.stats.num_steps += self._target.num_forwards

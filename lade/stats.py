@@ -97,8 +97,7 @@ class DecodeStats:
             holds them (`Config.reuses_prefix`).
         num_drafted_row_steps: Row steps that verified at least one draft token.
         accepted_by_depth: Accepted draft tokens by depth in the tree, from depth 1.
-        sources: Statistics of each source of drafts, by name, if a drafter has several or is a
-            model.
+        sources: Statistics of each source of drafts, by name.
         widths: How often the budget chose each number of draft tokens, and its expected tokens and
             time; empty if the number was fixed, or decided together with other calls.
         prefill_sec: Time of the prefills, until their choices are on the host.

@@ -19,9 +19,10 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from lade.budget.asking import Mean
 from lade.drafting.drafter import Drafter, DraftingCall
-from lade.drafting.drafts import Floats, best_first, chain, draft_of, matched_depth
+from lade.drafting.drafts import Floats, best_first, chain, draft_of
 from lade.machine.generators import put_back, random_states
 from lade.sampling.processors import HypotheticalProcessors
+from lade.tree import matched_path
 from ngram_pool import Draft, SampledDraft
 
 _WIDTH = 4  # tokens after one
@@ -124,14 +125,14 @@ class Candidates(Drafter):
         if not (drafted := state.token_ids):
             return
         path = chain(drafted) if self._call.rngs is None else state.draft
-        num_levels, num_right = int(path.depths.max(initial=0)), matched_depth(path, token_ids)
+        num_levels, num_right = int(path.depths.max(initial=0)), len(matched_path(path, token_ids))
         for level in range(min(num_levels, num_right + (num_right < len(token_ids)))):
             state.right.add(level < num_right)
         text = [*state.committed, *token_ids]
         text_ids = torch.tensor([text], dtype=torch.int64, device="cpu")
         # Only the number of scores is known here.
         scores = torch.empty((1, len(drafted) + 1, 0), dtype=torch.float32, device="cpu")
-        num_matches = matched_depth(chain(drafted), token_ids)
+        num_matches = len(matched_path(chain(drafted), token_ids))
         state.generator.update_candidate_strategy(text_ids, scores, num_matches)
         state.token_ids = []
 

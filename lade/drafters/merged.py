@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from lade.compat.attempts import Attempt
 from lade.drafting.drafter import Drafter, DraftingCall
@@ -64,8 +63,7 @@ class Merged(Drafter):
 
 def takes_pool(drafter: Drafter) -> bool:
     """Return whether a drafter also drafts by the pool of its call."""
-    parts = drafter.parts if isinstance(drafter, Merged) else (drafter,)
-    return any(isinstance(part, CallPool) for part in parts)
+    return any(isinstance(part, CallPool) for part in Merged([drafter]).parts)
 
 
 def sources_of(drafter: Drafter, call: DraftingCall, is_strict: bool) -> list[Source]:
@@ -74,10 +72,9 @@ def sources_of(drafter: Drafter, call: DraftingCall, is_strict: bool) -> list[So
     Raises:
         LadeError: one cannot draft for this call.
     """
-    merged = drafter if isinstance(drafter, Merged) else Merged([drafter])
-    guards: Any = {"is_part": merged is drafter, "is_strict": is_strict, "device": call.device}
+    merged = Merged([drafter])  # whose parts it has, if it is one
     parts = zip(merged.parts, merged.names, strict=True)
-    return [Source(part, name, **guards).make(call) for part, name in parts]
+    return [Source(part, name, call, is_strict) for part, name in parts]
 
 
 def _name_of(part: object) -> str:

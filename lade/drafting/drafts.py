@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lade.tree import matched_path
 from ngram_pool import Draft
 from ngram_pool._kernels import MAX_TOKEN_ID
 
@@ -36,11 +35,6 @@ def draft_of(
 def chain(token_ids: Sequence[int], probs: Sequence[float] | float = 1.0) -> Draft:
     """Return a draft of one path."""
     return draft_of(token_ids, range(-1, len(token_ids) - 1), probs)
-
-
-def matched_depth(draft: Draft, token_ids: Sequence[int]) -> int:
-    """Return how many of the first emitted tokens are a path of a draft."""
-    return len(matched_path(draft, token_ids))
 
 
 def joined(drafts: Sequence[Draft], max_nodes: int) -> Draft:

@@ -140,39 +140,36 @@ class Source:
     either, as a check takes half as long as drafting.
 
     Args:
-        drafter: a drafter, a pool, or a logits processor that knows a grammar.
-        name: name in statistics; if empty, the drafter's class.
-        is_part: whether it is one of several drafters.
-        what: what the call loses if the drafter fails, for the warning.
+        drafter: a drafter or a pool, of which that of the call is made, or a logits processor that
+            knows a grammar.
+        name: name in statistics and in the warning.
+        call: the call.
         is_strict: whether exceptions are raised, for authors of drafters.
-        device: the target's device; None for the CPU.
+
+    Raises:
+        LadeError: the drafter cannot draft for this call.
     """
 
     def __init__(
         self,
         drafter: Drafter | NGramPool | ForcedTokens,
-        name: str = "",
-        *,
-        is_part: bool = False,
-        what: str = "drafts",
-        is_strict: bool = False,
-        device: torch.device | None = None,
+        name: str,
+        call: DraftingCall,
+        is_strict: bool,
     ) -> None:
-        kind = type(drafter).__name__
-        is_named = is_part or name not in ("", kind)
-        self._what = f"the drafter {name!r}: it" if is_named else f"{what}: {kind}"
         self._is_strict = is_strict
-        self._device = device or torch.device("cpu")
+        self._device = call.device or torch.device("cpu")
         self._asks(drafter)
         self.has_failed = False
         self.name = name
-        self.is_part = is_part
         self.stats = SourceStats()
         self.calibration = Calibration()
         self.costs = Seconds()
         self.kind, self.num_successors = Kind.OTHER, 0
         #: Whether it is asked only if it pays, even if it is the only source.
         self.is_measured = False
+        if not isinstance(drafter, ForcedTokens):
+            self.ask(self._make, None, call, may_refuse=True)
 
     def _asks(self, drafter: object) -> None:
         self.drafter: Any = drafter
@@ -207,8 +204,8 @@ class Source:
             if not self.has_failed:
                 self.has_failed = True
                 warnings.warn(
-                    f"lade goes on without {self._what} failed ({in_one_line(failure)}); "
-                    "Config(strict_drafter=True) raises it",
+                    f"lade goes on without drafts of {self.name!r}, which failed "
+                    f"({in_one_line(failure)}); Config(strict_drafter=True) raises it",
                     DrafterWarning,
                     stacklevel=2,
                 )
@@ -217,16 +214,8 @@ class Source:
             if states is not None:
                 put_back(self._device, states)
 
-    def make(self, call: DraftingCall) -> "Source":
-        """Make the drafter of this call, and read its attributes.
-
-        Raises:
-            LadeError: the drafter cannot draft for this call.
-        """
-        self.ask(self._make, None, call, may_refuse=True)
-        return self
-
     def _make(self, call: DraftingCall) -> None:
+        """Make the drafter of the call, and read its attributes."""
         given = self.drafter
         with suppress(TypeError):  # no weak reference to it, or no hash: costs are of this call
             self.costs = _COSTS.setdefault(given, self.costs)

@@ -19,12 +19,12 @@ from lade.budget.asking import SourceGate, StepRate
 from lade.budget.budget import Budget
 from lade.compat import mesh_of, placeholders_of
 from lade.drafting.drafter import DraftingCall
-from lade.drafting.drafts import after, joined, matched_depth, narrowed
+from lade.drafting.drafts import after, joined, narrowed
 from lade.drafting.sources import Kind, Source
 from lade.drafting.successors import Ranked, Successors, rank, with_others
 from lade.machine.transfer import HostCopy
 from lade.stats import SourceStats, Step, WidthStats
-from lade.tree import Tree, starts
+from lade.tree import Tree, matched_path, starts
 from ngram_pool import Draft, SampledDraft
 
 _NOTHING = Draft.empty()
@@ -142,18 +142,13 @@ class Speculator:
             for source in (sources if self._mesh is None else ())
             if source.kind > Kind.POOL and (len(sources) > 1 or source.is_measured)
         }
-        # A single pool or user drafter has neither costs nor statistics.
-        self._learns = any(s.is_part or s.kind is Kind.MODEL for s in sources)
-        # No method of this object: the circle of references would keep the KV cache alive.
-        joins = Speculator._likeliest if call.rngs is None else Speculator._one
-        self._strategy = joins if self._learns else Speculator._alone
         self._rows: dict[Row, _DraftedRow] = {}
         # Of the running step: seconds of asking sources, and number of emitted tokens.
         self._asking_sec, self._num_emitted = 0.0, 0
 
     def sources(self) -> dict[str, SourceStats]:
-        """Return statistics by source, if there are several sources or models."""
-        return {source.name: source.stats for source in self._sources} if self._learns else {}
+        """Return statistics by source."""
+        return {source.name: source.stats for source in self._sources}
 
     def widths(self) -> dict[int, WidthStats]:
         """Return how often the budget chose each number of draft tokens, and what it expected."""
@@ -226,18 +221,12 @@ class Speculator:
             state.allowance = 0  # nothing is drawn behind them
         if most > 0 and state.allowance > 0:
             state.ahead = [*context, *state.forced] if state.forced else context
-            draft = state.joint = self._strategy(self, state)
+            strategy = self._likeliest if self._call.rngs is None else self._one
+            draft = state.joint = strategy(state)
             if self._call.max_candidates is not None and not isinstance(draft, SampledDraft):
                 draft = narrowed(draft, self._call.max_candidates)
         state.draft = self._possible(state, draft)
         return state.draft
-
-    def _alone(self, state: _DraftedRow) -> Draft:
-        """Return the draft of the only source."""
-        source = self._sources[0]
-        args = state.handles.get(source), state.ahead, state.allowance
-        alone: Draft = source.ask(source.draft, _NOTHING, *args)
-        return alone
 
     def _likeliest(self, state: _DraftedRow) -> Draft:
         """Join the drafts of sources, the likeliest nodes first."""
@@ -284,7 +273,7 @@ class Speculator:
         sec = perf_counter() - start
         if gate is not None:
             source.costs.record(1 + num_behind, sec)
-        self._asking_sec += sec
+            self._asking_sec += sec
         state.num_run[source] = length
         state.asked.append(_Asked(source, before, found, sec))
         source.stats.num_asked += 1
@@ -298,14 +287,15 @@ class Speculator:
         if isinstance(state.draft, SampledDraft):
             return state.draft if num_nodes else state.draft.first(0)
         proposed = state.draft.first(num_nodes)
-        source = state.asked[-1].source if state.asked else self._sources[0]
-        if rngs is None or source.kind is not Kind.POOL or state.forced or not proposed:
+        if rngs is None or state.forced or not proposed:
+            return proposed
+        source = state.asked[-1].source
+        if source.kind is not Kind.POOL:
             return proposed
         args = state.handles.get(source), row.context, len(proposed), rngs[row.index]
         sampled = source.ask(source.draft, _NOTHING, *args)
-        if state.asked:
-            state.asked[-1] = state.asked[-1]._replace(draft=sampled)
-            state.joint = sampled
+        state.asked[-1] = state.asked[-1]._replace(draft=sampled)
+        state.joint = sampled
         return self._possible(state, sampled)
 
     def _possible(self, state: _DraftedRow, draft: Draft) -> Draft:
@@ -360,27 +350,16 @@ class Speculator:
         most = len(emitted) - (0 if draws else 1)
         if emitted and state.asked:
             joint = [*(each.before for each in state.asked), state.joint]
-            depths = [min(most, matched_depth(draft, emitted)) for draft in joint]
+            depths = [min(most, len(matched_path(draft, emitted))) for draft in joint]
             for (source, before, draft, sec), num_added in zip(
                 state.asked, np.diff(depths).tolist(), strict=True
             ):
-                if not draws:
+                if not draws and len(self._sources) > 1:
                     source.calibration.learn(draft, emitted)
-                source.stats.num_accepted_tokens += matched_depth(draft, emitted)
+                source.stats.num_accepted_tokens += len(matched_path(draft, emitted))
                 if (gate := self._gates.get(source)) is not None:
                     gate.record_gain(float(before.probs.sum()), num_added, sec)
         state.asked = []
-
-    def harvest(self, row: Row, context: Sequence[int], tree: Tree, found: Successors) -> None:
-        """Feed the sources the harvested successors of a row's tree."""
-        parents = [-1, *(tree.draft.parents + 1).tolist()]
-        for source, handle in self._rows[row].handles.items():
-            if num := source.num_successors:
-                mine = found
-                if num < found.token_ids.shape[1]:
-                    mine = Successors(found.token_ids[:, :num], found.probs[:, :num])
-                args = handle, context, tree.token_ids, parents, mine
-                source.ask("harvest", None, *args)
 
     def learn(
         self, plan: Plan, steps: Sequence[Step], successors: HostCopy | None, is_prefill: bool
@@ -393,15 +372,21 @@ class Speculator:
             successors: successors of the nodes, on their way to the host; None if no source asks.
             is_prefill: whether it was the first step, which has no drafts.
         """
-        batch, trees = self._batch, plan.trees
+        batch = self._batch
         emitted = {batch.rows[step.row]: step.token_ids for step in steps}
         if successors is not None:
             of_rows = Successors.sent(successors)
             for row, start in plan.starts.items():
                 length = len(row.context) - len(emitted.get(row, ()))  # before the step
-                if length and row in self._rows:
-                    found = of_rows.of_tree(start, len(trees[row].token_ids))
-                    self.harvest(row, row.context[:length], trees[row], found)
+                if not length or row not in self._rows:
+                    continue
+                tree = plan.trees[row]
+                parents = [-1, *(tree.draft.parents + 1).tolist()]
+                for source, handle in self._rows[row].handles.items():
+                    if num := source.num_successors:
+                        found = of_rows.of_tree(start, len(parents), num)
+                        args = handle, row.context[:length], tree.token_ids, parents, found
+                        source.ask("harvest", None, *args)
         if not is_prefill:
             outcomes = {
                 row: (plan.proposed[row], emitted[row]) for row in emitted if row in plan.proposed
@@ -421,20 +406,16 @@ class Speculator:
         self._pace.record(sec, self._num_emitted)
         for gate in self._gates.values():
             gate.passed(sec)
-        if not is_untimed:  # sources count their own seconds
+        if not is_untimed:  # sources that are asked where they pay count their own seconds
             self._budget.record(num_rows, num_tokens, sec - self._asking_sec)
         self._asking_sec, self._num_emitted = 0.0, 0
 
-    def close(self, rows: Sequence[Row]) -> None:
-        """End rows."""
-        for row in rows:
+    def close(self, rows: Sequence[Row] | None = None) -> None:
+        """End rows; all open ones by default."""
+        for row in [*self._rows] if rows is None else rows:
             state = self._rows.pop(row, _DraftedRow())
             for source, handle in state.handles.items():
                 source.ask("close", None, handle, even_if_failed=True)
-
-    def close_all(self) -> None:
-        """End all open rows."""
-        self.close([*self._rows])
 
 
 def agreed(drafts: Sequence[Draft], mesh: Any) -> Sequence[Draft]:

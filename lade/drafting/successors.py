@@ -31,10 +31,10 @@ class Successors(NamedTuple):
         # A drafter must neither learn from NaN nor fail because of it.
         return cls(token_ids.to(torch.int32).numpy(), np.where(np.isnan(probs), 0.0, probs))
 
-    def of_tree(self, start: int, num_nodes: int) -> "Successors":
-        """Return the successors of one tree's nodes; its root is at `start` of the only row."""
+    def of_tree(self, start: int, num_nodes: int, num: int) -> "Successors":
+        """Return `num` successors of a tree's nodes; its root is at `start` of the only row."""
         nodes = slice(start, start + num_nodes)
-        return Successors(self.token_ids[0, nodes], self.probs[0, nodes])
+        return Successors(self.token_ids[0, nodes, :num], self.probs[0, nodes, :num])
 
 
 class Ranked(NamedTuple):

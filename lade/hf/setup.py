@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from lade.batch import Batch
@@ -69,7 +68,7 @@ def set_up(
     contexts = _contexts(call.input_ids, call.model_kwargs.get("attention_mask"))
     for row, context in zip(batch.rows, contexts, strict=True):
         row.context = context
-    grammar, budget = _grammar(call, target.device), _budget(call, target)
+    grammar, budget = _grammar(call, drafting), _budget(call, target)
     return Speculator(batch, sources, drafting, budget, target, grammar), choice
 
 
@@ -86,20 +85,18 @@ def _pool_drafter(call: Call, pools: CallPools, max_candidates: int | None) -> D
 def _sources(call: Call, drafting: DraftingCall) -> list[Source]:
     """Return the sources of drafts: the user's drafter and a prediction, or else the pools."""
     given, prediction = call.arguments.drafter, call.arguments.prediction
+    given = CallPool() if given is None else given
     if isinstance(prediction, tuple):  # token ids, from `Arguments.checked`
-        given = Merged([CallPool() if given is None else given, Prediction(prediction)])
-    if given is None:
-        return [Source(drafting.make_pool_drafter()).make(drafting)]
+        given = Merged([given, Prediction(prediction)])
     return sources_of(given, drafting, call.config.strict_drafter)
 
 
-def _grammar(call: Call, device: torch.device) -> Source | None:
+def _grammar(call: Call, drafting: DraftingCall) -> Source | None:
     """Return the source of the tokens that a logits processor forces, if one foresees any."""
     known = (each for each in call.processors if isinstance(each, ForcedTokens))
     if (grammar := next(known, None)) is None:
         return None
-    is_strict = call.config.strict_drafter
-    return Source(grammar, what="forced tokens", is_strict=is_strict, device=device)
+    return Source(grammar, type(grammar).__name__, drafting, call.config.strict_drafter)
 
 
 def _budget(call: Call, target: Target) -> Budget:

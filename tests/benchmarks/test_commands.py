@@ -11,9 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 import lade
-from benchmarks import cpu_engines, forwards, pool
+from benchmarks import arena, cpu_engines, forwards, pool
 from benchmarks.__main__ import app, main
 from benchmarks.gguf_engines import Continuation, write_gguf
+from benchmarks.methods import METHODS, Given
 from benchmarks.predictions import EDITS, measured
 from benchmarks.prompts import Half, choose
 from benchmarks.rivals.catalogue import RIVALS
@@ -85,7 +86,7 @@ def test_every_command_has_help_and_names_what_is_wrong(
 def test_speed_ups_are_ratios_to_plain_and_the_median_of_passes_counts(
     options: list[Any], results: Callable[..., Any]
 ) -> None:
-    names = ["plain", "prompt_lookup", "lade", "lade_untabled", "rival_goose"]
+    names = ["plain", "prompt_lookup", "lade", "lade_fresh", "rival_goose"]
     found = results("run", *options, "--methods", ",".join(names), "--passes", 3, "--limit", 2)
     assert [*found["settings"]["methods"]] == names
     assert (found["settings"]["prompts"]["num"], found["settings"]["left_out"]) == (2, {})
@@ -158,25 +159,35 @@ def test_what_was_measured_before_an_interruption_is_kept(
 # --- arena and fit --------------------------------------------------------------------------
 
 
-def test_in_the_arena_all_write_the_texts_of_generate_at_every_size(
-    options: list[Any], results: Callable[..., Any], tmp_path: Path
+def test_the_arena_counts_the_steps_that_calls_take(
+    options: list[Any], results: Callable[..., Any], folder: str
 ) -> None:
-    names, sizes = ["lade", "lade_fresh", *RIVALS], [2, 8]
-    costs = tmp_path / "forwards.json"
-    costs.write_text(json.dumps({"seconds": {"lade": {"50": {"1": 0.5, "16": 0.5}}}}))
+    names, sizes = ["lade", *RIVALS], [2, 8]
     options += ["--methods", ",".join(names), "--max-draft-tokens", "2,8", "--limit", 2]
-    found = results("arena", *options, "--costs", costs)
-    runs = {(r["group"], r["method"], r["max_draft_tokens"]): r for r in found["runs"]}
+    options[options.index("--max-new-tokens") + 1] = 20
+    found = results("arena", *options)
+    runs = {(each["method"], each["max_draft_tokens"]): each for each in found["runs"]}
+    assert {size for _, size in runs} == {*sizes, *found["settings"]["curves"]}
+    loaded = lade.models.load(folder, dtype="float32")
+    inputs = [lade.models.encode(loaded.tokenizer, text, "cpu") for text in ("abcabc", "xyxyxy")]
     for name in names:
         for size in sizes:
-            each = runs["overall", name, size]
-            assert each["draft_tokens_per_step"] <= size
-            assert (each["num_answers"], each["num_tokens"]) == (2, 16)
-            # Each prompt's first token takes no step.
-            assert 1 <= each["mean_accepted_tokens"] <= 1 + size
-            # Where all forwards take half a second.
-            twice = 2 * each["mean_accepted_tokens"]
-            assert each["tokens_per_sec"] == pytest.approx(twice, rel=1e-4)
+            given = Given(lade.Config(max_draft_tokens=size))
+            method = METHODS["lade_fresh" if name == "lade" else name].make(given)
+            answers = [method(loaded.model, each, {"max_new_tokens": 20}) for each in inputs]
+            of_size = runs[name, size]
+            assert sum(of_size["steps"].values()) == sum(
+                each.stats.num_steps for each in answers
+            ), name
+            assert max(map(int, of_size["steps"])) <= size
+            for curve, speed in of_size["speeds"].items():
+                cost = sum(arena.cost(curve, 1 + int(n)) * t for n, t in of_size["steps"].items())
+                num_tokens = sum(each.stats.num_committed_tokens for each in answers)
+                assert speed == pytest.approx(num_tokens * arena.cost(curve, 1) / cost, rel=1e-4)
+    assert arena.cost("16-bit weights", 12) == pytest.approx(2.125)
+    assert arena.cost("16-bit weights", 24) == pytest.approx(2.7 + 8 * 0.14375)
+    with pytest.raises(ValueError, match="expected a table of the model for lade_prewarmed"):
+        run("arena", *options[:-6], "--methods", "lade_prewarmed")
 
 
 def test_weights_are_fitted_to_one_half_of_the_prompts(

@@ -12,7 +12,8 @@ import pytest
 
 from lade.budget.budget import Budget
 from lade.budget.seconds import Seconds
-from lade.drafting.drafts import draft_of, matched_depth
+from lade.drafting.drafts import draft_of
+from lade.tree import matched_path
 from ngram_pool import Draft
 from tests.grids import thinned
 
@@ -102,7 +103,7 @@ def answer(
         assert 0 <= min(nums.values()) <= max(nums.values()) <= budget.wish
         before, outcomes = min(emitted.values()), {}
         for (row, num), (draft, text) in zip(nums.items(), drafts, strict=True):
-            outcomes[row] = draft, text[: 1 + matched_depth(draft.first(num), text)]
+            outcomes[row] = draft, text[: 1 + len(matched_path(draft.first(num), text))]
             emitted[row] += len(outcomes[row][1])
         num_run = sum(nums.values())
         sec += machine.cost(len(rows), len(rows) + num_run)

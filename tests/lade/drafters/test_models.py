@@ -222,7 +222,7 @@ def test_an_assistant_that_fails_fails_no_call() -> None:
     assistant.register_forward_pre_hook(fail)
     stats_of(model, ONE, drafter)
     for left[0] in (0, 1, 5):  # of the prompt, of the text, of a draft
-        with pytest.warns(lade.DrafterWarning, match=r"'assistant': it failed \(RuntimeError: b"):
+        with pytest.warns(lade.DrafterWarning, match=r"'assistant', .*\(RuntimeError: b"):
             stats_of(model, ONE, drafter, lade.Config(max_draft_tokens=8))
 
 

@@ -15,8 +15,9 @@ from lade.budget.seconds import Seconds
 from lade.drafters import Merged
 from lade.drafters.merged import sources_of
 from lade.drafting.drafter import DraftingCall
-from lade.drafting.drafts import chain, matched_depth
+from lade.drafting.drafts import chain
 from lade.drafting.speculator import Speculator
+from lade.tree import matched_path
 from tests.grids import thinned
 
 NUM_TOKENS, NUM_PROMPT, VOCAB_SIZE = 4000, 100, 50
@@ -91,12 +92,12 @@ def decode(
             num = budget.nums_of_nodes({row: draft.probs})[row]
             clock.now += STEP_SEC + SEC_PER_NODE * num
             coming = ANSWER[now : now + num + 1]
-            emitted = coming[: matched_depth(draft.first(num), coming) + 1]
+            emitted = coming[: len(matched_path(draft.first(num), coming)) + 1]
             text += emitted
             speculator.observe(row, emitted)
             budget.learn({row: (draft, emitted)}, {row: len(text)})
             speculator.record(1, num, clock.now - started, False)
-        speculator.close_all()
+        speculator.close()
         place = end
     return clock.now - begun
 

@@ -46,7 +46,7 @@ MALFORMED = {
 @pytest.mark.parametrize("answer", MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_draft_is_named_and_the_text_is_right(answer: Any) -> None:
     drafter = Faulty("draft", 1 if answer is None else 2, answer)
-    with one_warning(r"without drafts: Faulty failed .*expected"):
+    with one_warning(r"without drafts of .Faulty., which failed .*expected"):
         compared(drafter, OPTIONS)
     assert drafter.num_open == 0
     assert drafter.calls[-1] == "close"
@@ -87,7 +87,9 @@ LOOKED_AT = ["open", "draft", "observe", "close", "for_call", "num_successors", 
 
 @pytest.mark.parametrize("name", thinned(LOOKED_AT, "draft", "close", "num_successors"))
 def test_what_raises_when_it_is_looked_at_is_told_once(name: str) -> None:
-    with one_warning(r"goes on without drafts: Shy failed \(RuntimeError: do not look\)"):
+    with one_warning(
+        r"goes on without drafts of .Shy., which failed \(RuntimeError: do not look\)"
+    ):
         compared(shy(name), SAMPLED)
     with pytest.raises(RuntimeError, match="do not look"):
         compared(shy(name), SAMPLED, config=STRICT)
@@ -102,7 +104,7 @@ def test_what_raises_whatever_is_looked_at_is_told_once() -> None:
 def test_a_wrong_number_of_successors_is_told_once(wanted: Any) -> None:
     drafter = Able()
     drafter.num_successors = wanted
-    with one_warning(r"Able failed \(.*expected num_successors"):
+    with one_warning(r"Able., which failed \(.*expected num_successors"):
         compared(drafter, SAMPLED)
 
 
@@ -120,7 +122,9 @@ class UnspeakableError(Exception):
 
 
 def test_an_error_without_a_message_is_told_by_its_name() -> None:
-    with one_warning(r"Faulty failed \(UnspeakableError, and RuntimeError for its message\)"):
+    with one_warning(
+        r"Faulty., which failed \(UnspeakableError, and RuntimeError for its message\)"
+    ):
         compared(Faulty("draft", 2, error=UnspeakableError()), OPTIONS)
 
 
@@ -220,7 +224,7 @@ def test_a_drafter_that_cannot_be_made_loses_no_text(kind: type[Exception]) -> N
         torch.rand(1)
         raise kind("mine")
 
-    with one_warning(rf"goes on without drafts: Maker failed \({kind.__name__}"):
+    with one_warning(rf"goes on without drafts of .Maker., which failed \({kind.__name__}"):
         compared(Maker(fail), SAMPLED)
     with pytest.raises(kind):
         compared(Maker(fail), SAMPLED, config=STRICT)

@@ -1,7 +1,6 @@
 """Numbers behind drafts: ranks of logits, joined trees."""
 
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lade.drafting.drafts import draft_of, joined, matched_depth
+from lade.drafting.drafts import draft_of, joined
 from lade.drafting.successors import Successors, first_of_highest, rank, with_others
+from lade.tree import matched_path
 from ngram_pool import Draft
 from tests.lade.tiny import paths_of
 
@@ -136,5 +136,4 @@ def test_a_joined_tree_is_that_of_all_paths(parts: list[Draft]) -> None:
 @given(draft=drafts(), emitted=st.lists(st.integers(0, 3), max_size=5))
 def test_the_matched_depth_is_that_of_the_longest_path(draft: Draft, emitted: list[int]) -> None:
     prefixes = {tuple(each) for each in accumulate(([token] for token in emitted), initial=[])}
-    matched: Any = matched_depth(draft, emitted)
-    assert matched == len(prefixes & {*paths_of(draft)})
+    assert len(matched_path(draft, emitted)) == len(prefixes & {*paths_of(draft)})
