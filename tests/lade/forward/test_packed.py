@@ -53,7 +53,7 @@ def product(function: Any, inputs: Any, weight: Any, num: int) -> Any:
 
 
 @pytest.mark.parametrize("lanes", [None, 8])
-@pytest.mark.parametrize("name", thinned(NUMBERS, "Q4_1", "Q6_K"))
+@pytest.mark.parametrize("name", thinned(NUMBERS, "Q6_K"))
 def test_products_are_exact_and_add_in_one_order(
     name: str, lanes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

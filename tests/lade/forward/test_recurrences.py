@@ -30,7 +30,7 @@ _SIZES: list[tuple[str, dict[str, Any]]] = [
 ]
 SIZES = [(*size, dtype) for size, dtype in product(_SIZES, FORMATS)]
 # Most sizes, each in one format.
-QUICK = [(*_SIZES[each], FORMATS[each % 3]) for each in (*range(7), 9, 10, 11)]
+QUICK = [(*_SIZES[each], FORMATS[each % 3]) for each in (1, 2, 3, 4, 8, 9, 10, 11)]
 of_sizes = pytest.mark.parametrize(
     ("family", "options", "dtype"), thinned_rows(SIZES, *QUICK), ids=str
 )
@@ -66,9 +66,9 @@ def test_tokens_have_the_same_bits(
     ("family", "num_tokens"),
     thinned_rows(
         LENGTHS,
-        *(("lfm2", num) for num in (1, 2, 3, 33, 700)),
-        *(("qwen3_next", num) for num in (1, 3, 33, 700)),
-        *(("granitemoehybrid", num) for num in (2, 33, 700)),
+        *(("lfm2", num) for num in (1, 2, 33, 700)),
+        *(("qwen3_next", num) for num in (3, 33, 700)),
+        *(("granitemoehybrid", num) for num in (2, 700)),
     ),
 )
 def test_prompts_of_any_length(family: str, num_tokens: int, ran: list[Ran]) -> None:

@@ -227,8 +227,7 @@ def closed(tool: Json, **more: Any) -> Json:
     return function(named["name"], {**named["parameters"], "additionalProperties": False, **more})
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
-@pytest.mark.parametrize("marks", ["", MARKS], ids=["text", "tokens"])
+@pytest.mark.parametrize(("kind", "marks"), [("qwen3", MARKS), ("qwen3_5", "")])
 def test_a_named_tool_is_called_as_langchain_asks(kind: str, marks: str) -> None:
     """With arguments as a JSON object, or each in tags."""
     few = {"type": "array", "items": {"$ref": "#/$defs/age"}, "maxItems": 2}
@@ -328,8 +327,7 @@ def test_beside_a_schema_there_is_an_answer_of_it_or_a_call(kind: str) -> None:
         assert client.error(**asked | {"response_format": named})["param"] == "response_format"
 
 
-@pytest.mark.parametrize("marks", ["", "<think> </think>"], ids=["text", "tokens"])
-@pytest.mark.parametrize("opens", ["", "<think>"])
+@pytest.mark.parametrize(("opens", "marks"), [("", "<think> </think>"), ("<think>", "")])
 def test_a_model_that_thinks_may_do_so_before_it_is_made_to_call(opens: str, marks: str) -> None:
     may_think = "{# <think> #}"
     with calling("qwen3", marks=marks, opens=opens, more=may_think) as (client, written):
