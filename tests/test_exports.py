@@ -3,7 +3,6 @@
 import ast
 import importlib
 import os
-import re
 import subprocess
 import sys
 import zipfile
@@ -14,7 +13,6 @@ import pytest
 
 import lade
 import ngram_pool
-from tests.lade.tiny import byte_tokenizer, tiny_model
 from tests.test_lines import modules_of
 
 ROOT = Path(__file__).parents[1]
@@ -184,23 +182,6 @@ def test_the_older_lade_distribution_is_named_with_what_to_uninstall(tmp_path: P
     )
     assert "the distribution 'lade' 0.0.2 (Lookahead Decoding) is installed" in done.stderr
     assert "pip uninstall -y lade lade-decoding && pip install lade-decoding" in done.stderr
-
-
-def test_python_code_in_the_readme_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import transformers
-
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    model, tokenizer = tiny_model("llama", vocab_size=256), byte_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    for name, thing in (("AutoModelForCausalLM", model), ("AutoTokenizer", tokenizer)):
-        loader = getattr(transformers, name)
-        monkeypatch.setattr(loader, "from_pretrained", lambda *_, thing=thing, **__: thing)
-    exec(compile(block, "README.md", "exec"), {})
-    printed = capsys.readouterr().out
-    assert printed.startswith("Explain in a few sentences")
-    assert printed.endswith("tokens per forward pass\n")
 
 
 @pytest.mark.exhaustive

@@ -35,8 +35,6 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.stream, self.status = stream, status
         self.asked: list[dict[str, Any]] = []
-        self.meeting: threading.Barrier | None = None  # where answers wait for each other
-        self.num_open = self.most_at_once = 0
 
     @property
     def address(self) -> str:
@@ -50,11 +48,6 @@ class Handler(BaseHTTPRequestHandler):
         assert self.path == "/v1/chat/completions"
         size = int(self.headers["Content-Length"])
         self.server.asked.append(json.loads(self.rfile.read(size)))
-        self.server.num_open += 1
-        self.server.most_at_once = max(self.server.most_at_once, self.server.num_open)
-        if self.server.meeting is not None:
-            self.server.meeting.wait()
-        self.server.num_open -= 1
         self.send_response(self.server.status)
         self.end_headers()
         self.wfile.write(self.server.stream.encode())
@@ -104,18 +97,6 @@ def test_every_server_gets_all_turns_with_its_own_answers(tmp_path: Path) -> Non
     ]
     assert two.asked[1]["messages"][1] == {"role": "assistant", "content": "C"}
     assert all(body["temperature"] == 0 and body["max_tokens"] == 7 for body in one.asked)
-
-
-def test_so_many_clients_ask_at_once(tmp_path: Path) -> None:
-    """And no more: an answer waits until as many are asked, and fails if one more is."""
-    prompts = prompts_of(tmp_path, *[["Hi"]] * 6)
-    with serving(delta("A"), USAGE) as one, serving(delta("A"), USAGE) as two:
-        one.meeting = two.meeting = threading.Barrier(3, timeout=30)
-        rounds = [*ask_all({"one": one.address, "two": two.address}, prompts, 7, [3])]
-    assert [each[:2] for each in rounds] == [("one", 3), ("two", 3)]
-    for server, each in zip((one, two), rounds, strict=True):
-        assert sorted(reply.prompt_id for reply in each.replies) == list("123456")
-        assert server.most_at_once == 3
 
 
 @pytest.mark.parametrize(

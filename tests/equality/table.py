@@ -24,8 +24,6 @@ FAMILIES = (
 SINGLES = ("llama float32", "gemma2 float32", "qwen3 float32")
 FILES = PACKED[::15]  # of both, weights in blocks of a file
 
-# Whose trees are verified whole, the same whatever else is in a forward.
-TREES = ("llama", "qwen3", "olmo2", "phi3", "mistral", "gemma3_text", *SINGLES, *FILES)
 _STATES = ("mamba2", "rwkv", "jamba", "qwen3_next")  # no token can be taken back from it
 _DRAFTS = {
     "a new pool": {},

@@ -15,7 +15,7 @@ from tests.fuzz.run import deterministic, explain
 from tests.grids import thinned
 from tests.lade.tiny import IS_NEWEST
 
-PARTS = 2  # of a model's cases, each within two seconds
+PARTS = 4  # of a model's cases, each within two seconds
 DRAFTED = ("qwen3", "bloom")  # by trees, and by paths
 
 

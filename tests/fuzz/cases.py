@@ -4,7 +4,6 @@ A case holds Python expressions over the names of `parts.py`; each run evaluates
 no processor, streamer or cache serves twice. Case i of a seed depends on these two numbers alone.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -61,36 +60,6 @@ class Case:
     profile: dict[str, str] = field(default_factory=dict)  # fields of what lade knows of the model
 
     @property
-    def drawn(self) -> list[str]:
-        """Name all that was drawn, for the counts of the summary."""
-        names = [*self.options, *self.config, *self.model_config]
-        names += [f"lade {name}" for name in self.lade]
-        names += [f"prompt as {self.form}", f"door {self.door}", f"batch {len(self.rows)}"]
-        parts = ("mask", "positions", "token_types", "earlier", "negative")
-        names += [name for name in parts if self._has(name)]
-        names += [f"place {name}" for name in ("config", "model_config") if getattr(self, name)]
-        names += ["any architecture"] if self.architecture else [f"family {self.model['family']}"]
-        names += [f"attention {self.model['attention'] or 'of the class'}"]
-        names += [f"dtype {self.model.get('dtype', 'float64')}"]
-        names += [f"follow-up by {self.follow_up}"] if self.follow_up else []
-        names += [
-            f"verification {verification}"
-            for verification in VERIFICATIONS
-            if f"verification={verification!r}" in self.lade["config"]
-        ]
-        drafter = self.lade.get("drafter", "")
-        kinds = ("AssistantModel", "FirstLayers", "Merged", "ScriptDrafter")
-        names += [f"drafter {kind}" for kind in kinds if kind in drafter]
-        names += [f"pool of {self.lade['pool'].partition('(')[0]}"] if "pool" in self.lade else []
-        names += [
-            f"event {re.sub('[^a-z ]|model|True|False', '', each).strip()}" for each in self.events
-        ]
-        names += [f"profile {name}" for name in self.profile]
-        names += ["nested in a processor"] if "Nested" in self.options.get(_LIST, "") else []
-        names += ["tiny vocabulary"] if self.vocab_size < 6 else []
-        return names
-
-    @property
     def is_private(self) -> bool:
         """Tell whether the model of the case is a copy."""
         return bool(self.events)
@@ -119,9 +88,6 @@ class Case:
         """Return how many tokens the model has."""
         size: int = self.model.get("vocab_size", VOCAB_SIZE)
         return size
-
-    def _has(self, name: str) -> bool:
-        return getattr(self, name) is not None
 
     def arguments(self) -> dict[str, str]:
         """Return every argument of `generate` but a prompt by place, as expressions."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lade
-from tests.lade.tiny import BatchDrafter
+from tests.lade.tiny import ScriptedDrafter
 
 ONE = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
 THREE = torch.tensor([[0, 0, 5, 6, 7, 5, 6], [5, 6, 7, 5, 6, 7, 5], [0, 9, 9, 9, 9, 9, 9]])
@@ -72,7 +72,7 @@ def same_as_generate(
     scripted = None
     if accept is not None:
         answers = _unpadded(tokens_of(expected), of_plain)
-        drafter = scripted = BatchDrafter(answers, np.random.default_rng(seed), accept)
+        drafter = scripted = ScriptedDrafter(answers, np.random.default_rng(seed), accept)
     if knows:
         pool = lade.NGramPool()
         for row in tokens_of(expected).tolist():

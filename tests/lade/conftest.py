@@ -7,10 +7,13 @@ import torch
 
 from lade.probing import user_code
 from tests.lade import shared
-from tests.lade.devices import pytest_runtest_protocol, pytest_runtest_setup
 from tests.lade.tiny import byte_tokenizer, tiny_model
 
-__all__ = ["pytest_runtest_protocol", "pytest_runtest_setup"]
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests that need a GPU where there is none."""
+    if item.get_closest_marker("cuda") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(autouse=True)

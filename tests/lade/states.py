@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -52,12 +51,11 @@ def exchange(holder: Any, name: str, function: Any) -> None:
 
 
 def put_back() -> None:
-    """Put back all functions, the mask of "sdpa" and the default dtype."""
+    """Put back all functions and the mask of "sdpa"."""
     while EXCHANGED:
         (holder, name), before = EXCHANGED.popitem()
         setattr(holder, name, before)
     AttentionMaskInterface.register("sdpa", sdpa_mask)
-    torch.set_default_dtype(torch.float32)
     ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.pop("sdpa", None)
 
 
@@ -201,11 +199,10 @@ class Steering(nn.Module):
         self.alpha = 0.0
         self.gate = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.register_buffer("kept", torch.zeros((), dtype=torch.float64))
-        self.settings = {"alpha": 0.0}
 
     def forward(self, states: Tensor) -> Tensor:
-        alpha = self.alpha + self.settings["alpha"]
-        return steered(self.inner(states), alpha + float(self.gate) + float(self.kept))
+        alpha = self.alpha + float(self.gate) + float(self.kept)
+        return steered(self.inner(states), alpha)
 
 
 def steering_in(model: Any) -> Steering:
@@ -217,11 +214,6 @@ def steering_in(model: Any) -> Steering:
 @kind
 def attribute(model: Any) -> Set:
     return partial(setattr, steering_in(model), "alpha")
-
-
-@kind
-def nested_attribute(model: Any) -> Set:
-    return partial(steering_in(model).settings.__setitem__, "alpha")
 
 
 @kind
@@ -263,12 +255,6 @@ class LowRank(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         made: Tensor = self.inner(states)
         return made + self.alpha * states @ self.delta.T.to(states.dtype) if self.active else made
-
-
-@kind
-def adapter_scale(model: Any) -> Set:
-    mlp_of(model).up_proj = LowRank(mlp_of(model).up_proj)
-    return partial(setattr, mlp_of(model).up_proj, "alpha")
 
 
 @kind
@@ -532,13 +518,6 @@ bias_of_the_head = _biases("bias_of_the_head", lambda model: model.lm_head)
 
 
 @kind
-def numpy_scaling(model: Any) -> Set:
-    attention = model.model.layers[1].self_attn
-    before = np.float64(attention.scaling)
-    return lambda alpha: setattr(attention, "scaling", before * np.float64(1 + alpha))
-
-
-@kind
 def scaling_in_place(model: Any) -> Set:
     attention = model.model.layers[0].self_attn
     before = attention.scaling
@@ -712,9 +691,3 @@ def left_by_training(model: Any) -> Set:
             model.eval().gradient_checkpointing_disable()
 
     return put
-
-
-@kind
-def default_dtype(model: Any) -> Set:
-    """The dtype of what torch makes where none is named, of the whole process."""
-    return lambda alpha: torch.set_default_dtype(torch.float64 if alpha else torch.float32)

@@ -21,6 +21,6 @@ def test_learned_positions_are_used_up_to_the_last_and_no_further(ends: str) -> 
     text = free.sequences[0].tolist()
     if ends == "by a token":
         limits = {"max_new_tokens": 50, "eos_token_id": text[29]}
-    drafter = ScriptedDrafter(text, np.random.default_rng(0), accept=1.0)
+    drafter = ScriptedDrafter([text], np.random.default_rng(0), accept=1.0)
     config = lade.Config(max_draft_tokens=20)
     same_as_generate(model, prompt, drafter=drafter, config=config, **limits)

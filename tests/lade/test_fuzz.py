@@ -43,7 +43,7 @@ def summary_of(cases: range, architectures: Sequence[str]) -> run.Summary:
     summary = run.Summary()
     for outcome in run.run_cases(SEED, cases, architectures=architectures):
         summary.add(outcome)
-        if outcome.kind == "mismatch":
+        if outcome.verdict.kind == "mismatch":
             case = draw_case(SEED, outcome.index, architectures)
             pytest.fail(run.explain(f"Case {outcome.index}", case, call_lade))
     assert summary.kinds["tie"] <= 1
@@ -74,7 +74,7 @@ def test_random_calls_of_any_architecture_return_what_plain_generate_returns() -
 def test_random_calls_of_packed_models_return_what_those_made_whole_return() -> None:
     summary = summary_of(range(60), PACKED)
     assert summary.kinds["same"] > 40
-    assert summary.drawn["door itself"] > 5
+    assert summary.doors["itself"] > 5
     assert summary.with_accepted > summary.with_stats / 5
 
 
@@ -348,20 +348,19 @@ def test_the_command_sums_up_and_tells_of_failures(
 ) -> None:
     # In this process: the planted fault would not reach a worker.
     monkeypatch.setitem(run.DOORS, "lade", drops_the_last_token)
-    out = tmp_path / "results" / "fuzz.json"
-    command = ["--cases", "4", "--processes", "0", "--out", str(out), "--stop-after", "1"]
+    out = tmp_path / "fuzz.json"
+    command = ["--cases", "4", "--processes", "0", "--out", str(out)]
     command += ["--architectures", "mamba2,llama"]
     assert run.main([*command, "--no-shrink"]) == 1
     result = json.loads(out.read_text())
-    assert result["num_mismatches"] == 1
-    assert not result["complete"]
+    assert result["num_mismatches"] > 0
     assert "assert verdict.kind" in capsys.readouterr().out
     assert run.main([*command, "--against", "plain"]) == 0
     result = json.loads(out.read_text())
     assert result["complete"]
     assert result["num_cases"] == result["num_same"] == 4
     assert result["only_architectures"] == ["mamba2", "llama"]
-    assert sum(counts["cases"] for counts in result["architectures"].values()) == 4
+    assert sum(result["architectures"].values()) == 4
     assert result["versions"]["python"] == sys.version.split()[0]
     assert result["code"]
     assert run.main(["--only", "2", "--against", "plain", "--architectures", ""]) == 0

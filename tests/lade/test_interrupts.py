@@ -34,7 +34,7 @@ def nothing_was_found(result: Result) -> bool:
     return (result.raised, result.wrong, result.left, result.told) == (0, 0, 0, [])
 
 
-@pytest.mark.parametrize("name", thinned(USES, "tree", "sampled", "strings"))
+@pytest.mark.parametrize("name", thinned(USES, "tree", "strings"))
 def test_interrupted_between_functions_nothing_is_left(name: str) -> None:
     result = interrupt_between(12, [name])
     assert nothing_was_found(result), result.told

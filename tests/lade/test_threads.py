@@ -13,7 +13,7 @@ from tests.stress.interrupts import call_from_threads
 from tests.support.tiny import tiny_model as tiny_architecture
 
 
-@pytest.mark.parametrize("kind", thinned(["gemma2", "tree", "sparse"], "gemma2", "tree"))
+@pytest.mark.parametrize("kind", thinned(["gemma2", "tree", "kept", "sparse"], "gemma2", "kept"))
 @pytest.mark.parametrize("num_calls", thinned([12, 60], 12))
 def test_threads_that_share_a_model_get_the_plain_text(kind: str, num_calls: int) -> None:
     result = call_from_threads(kind, num_calls, num_threads=4)

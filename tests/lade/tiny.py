@@ -139,29 +139,34 @@ def paths_of(draft: Draft) -> list[tuple[int, ...]]:
 
 
 class ScriptedDrafter(Drafter):
-    """Drafts from a known answer: right up to a depth, with wrong branches beside and behind it."""
+    """Drafts from known answers, one of each row in the order in which rows are opened.
 
-    def __init__(self, answer: Sequence[int], rng: np.random.Generator, accept: float) -> None:
-        self.answer = list(answer)  # prompt included
+    Drafts are right up to a depth, with wrong branches beside and behind it.
+    """
+
+    def __init__(
+        self, answers: Sequence[Sequence[int]], rng: np.random.Generator, accept: float
+    ) -> None:
+        self.answers = [*map(list, answers)]  # prompts included
         self.rng = rng
         self.accept = accept  # probability that each next node on the spine is right
-        self.observed: list[int] = []
+        self.observed: list[list[int]] = []
         self.closed = 0
 
     def open(self, prompt_ids: Sequence[int]) -> int:
-        self.observed = list(prompt_ids)
-        return 7
+        self.observed.append([*prompt_ids])
+        return len(self.observed) - 1
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
-        assert sequence == 7
-        assert self.observed == list(committed)
-        assert self.answer[: len(committed)] == list(committed)
+        answer = self.answers[sequence]
+        assert self.observed[sequence] == list(committed)
+        assert answer[: len(committed)] == list(committed)
         token_ids: list[int] = []
         parents: list[int] = []
         spine, depth = -1, 0
         while len(token_ids) < max_draft_tokens and self.rng.random() < 0.9:
             position = len(committed) + depth
-            right = self.answer[position] if position < len(self.answer) else 3
+            right = answer[position] if position < len(answer) else 3
             wrong = (right + 1 + int(self.rng.integers(VOCAB_SIZE - 1))) % VOCAB_SIZE
             is_right = self.rng.random() < self.accept
             first = right if is_right else wrong
@@ -177,46 +182,10 @@ class ScriptedDrafter(Drafter):
         return draft_of(token_ids, parents, np.linspace(0.9, 0.1, len(token_ids)))
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        assert sequence == 7
-        self.observed += token_ids
+        self.observed[sequence] += token_ids
 
     def close(self, sequence: int) -> None:
-        assert sequence == 7
         self.closed += 1
-
-
-class BatchDrafter(Drafter):
-    """A `ScriptedDrafter` for each row, in the order in which the rows are opened."""
-
-    def __init__(
-        self, answers: Sequence[Sequence[int]], rng: np.random.Generator, accept: float
-    ) -> None:
-        self._answers = [*answers]
-        self._rng = rng
-        self._accept = accept
-        self._rows: list[ScriptedDrafter] = []
-
-    @property
-    def closed(self) -> int:
-        return sum(row.closed for row in self._rows)
-
-    @property
-    def observed(self) -> list[list[int]]:
-        return [row.observed for row in self._rows]
-
-    def open(self, prompt_ids: Sequence[int]) -> int:
-        self._rows.append(ScriptedDrafter(self._answers[len(self._rows)], self._rng, self._accept))
-        self._rows[-1].open(prompt_ids)
-        return len(self._rows) - 1
-
-    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
-        return self._rows[sequence].draft(7, committed, max_draft_tokens)
-
-    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        self._rows[sequence].observe(7, token_ids)
-
-    def close(self, sequence: int) -> None:
-        self._rows[sequence].close(7)
 
 
 def byte_tokenizer() -> Any:

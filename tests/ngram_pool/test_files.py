@@ -26,7 +26,6 @@ from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_copies import KNOWN, used
 from tests.ngram_pool.test_pool import as_tuple, noisy_text
 
-ROOT = Path(__file__).parents[2]
 TEXT = noisy_text(900, alphabet=12)
 
 

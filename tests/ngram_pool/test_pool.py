@@ -55,17 +55,6 @@ def test_a_draft_runs_as_deep_as_the_matched_text() -> None:
     assert 0 < draft.probs[-1] < draft.probs[0]
 
 
-def test_first_nodes_of_a_draft_are_the_smaller_draft() -> None:
-    text = noisy_text(2000)
-    pool = NGramPool()
-    pool.observe(text)
-    for end in range(1000, 1050):
-        large = pool.draft(text[end - 5 : end], max_draft_tokens=20)
-        assert as_tuple(large.first(7)) == as_tuple(
-            pool.draft(text[end - 5 : end], max_draft_tokens=7)
-        )
-
-
 def test_long_matches_are_measured_as_the_oracle_measures_them() -> None:
     text = [1, 2, 3, 4, 5, 6, 7] * 12 + [9, 4, 5, 6, 7, 8] + [2, 3, 4, 5, 6, 7, 1] * 12
     pool, oracle = NGramPool(1000, 4, seed=0), OraclePool(1000, 4)

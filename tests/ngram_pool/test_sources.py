@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,11 +16,6 @@ from tests.ngram_pool.test_pool import as_tuple, noisy_text
 from tests.ngram_pool.threads import in_threads
 
 NUM_TOKENS = 30
-
-
-def likeliest(pool: NGramPool, context: list[int], sequence: int | None = None) -> list[int]:
-    found: list[int] = pool.draft(context, max_draft_tokens=1, sequence=sequence).token_ids.tolist()
-    return found
 
 
 # --- what is known --------------------------------------------------------------------------
@@ -70,30 +64,6 @@ def test_a_bad_tree_raises_and_changes_nothing(
 # --- unigrams ---
 
 
-def harvested(num_contexts: int, seed: int, num_ids: int = 300) -> tuple[NGramPool, Counter[int]]:
-    """Return a pool that harvested at random, and the expected counts in plain Python."""
-    rng = np.random.default_rng(seed)
-    pool = NGramPool()
-    counts: Counter[int] = Counter()
-    for _ in range(num_contexts):
-        ids = rng.choice(num_ids, size=(1, 4), replace=False)
-        probs = np.sort(rng.dirichlet(np.ones(5), size=1)[:, 1:].astype(np.float32))[:, ::-1]
-        pool.harvest([[-1, int(rng.integers(num_ids // 3))]], ids, probs)
-        for token_id, prob in zip(ids[0].tolist(), probs[0].tolist(), strict=True):
-            counts[token_id] += prob
-    return pool, counts
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_where_nothing_is_known_the_most_used_tokens_are_drafted(seed: int) -> None:
-    pool, counts = harvested(60, seed)
-    assert pool.unigrams() == pytest.approx(counts)
-    draft = pool.draft([999], 20)
-    at_root = draft.token_ids[draft.parents == -1].tolist()
-    assert at_root == [token_id for token_id, _ in counts.most_common(len(at_root))]
-    assert len(at_root) > 4
-
-
 def test_counts_of_rare_tokens_give_way_and_nothing_grows() -> None:
     pool = NGramPool()
     often = np.arange(8)[None]
@@ -106,14 +76,6 @@ def test_counts_of_rare_tokens_give_way_and_nothing_grows() -> None:
     assert {*pool.unigrams()} >= {*range(8), 123_456} - {5}
 
 
-def test_what_might_have_come_and_what_follows_it_are_drafted() -> None:
-    pool = NGramPool()
-    pool.harvest([[1, 2], [-1, 4]], [[3, 4], [5, 6]], [[0.5, 0.4], [0.9, 0.05]])
-    found = pool.draft([1, 2, 7], 5)
-    assert {*found.token_ids[found.parents == -1].tolist()} == {3, 4, 5, 6}
-    assert likeliest(pool, [1, 2, 4]) == [5]  # 4 came, and what follows it is known
-
-
 # --- layers ---
 
 TEXT = noisy_text(600, seed=4)
@@ -123,35 +85,6 @@ def frozen(text: Any, capacity: int = 2000, max_ngram_size: int = 5) -> NGramPoo
     pool = NGramPool(capacity, max_ngram_size)
     pool.observe(text)
     return pool.as_read_only()
-
-
-def test_a_draft_follows_the_text_of_every_layer() -> None:
-    pool = NGramPool()
-    pool.observe([1, 2, 3, 10, 11])
-    layers = [frozen([1, 2, 3, 20 + i, 30 + i]) for i in range(6)]
-    sequence = pool.open_sequence(layers=layers)
-    draft = pool.draft([1, 2, 3], 40, sequence=sequence)
-    at_root = draft.token_ids[draft.parents == -1].tolist()
-    assert sorted(at_root) == [10, *range(20, 26)]
-    assert sorted(draft.candidates()) == [[10, 11], *([20 + i, 30 + i] for i in range(6))]
-    for other in (pool.open_sequence(), 0, None):  # its layers are a sequence's own
-        assert pool.draft([1, 2, 3], 40, sequence=other).candidates() == [[10, 11]]
-
-
-def test_a_layer_without_text_tells_its_successors_where_the_pool_knows_none() -> None:
-    layer = NGramPool()
-    layer.harvest([[-1, 5], [4, 5]], [[6, 7], [8, 9]], [[0.7, 0.1]] * 2)
-    pool = NGramPool()
-    mine, other = pool.open_sequence([layer.as_read_only()]), pool.open_sequence()
-    assert likeliest(pool, [5], mine) == [6]
-    for sequence in (None, 0, other):
-        assert len(pool.draft([5], 4, sequence=sequence)) == 0
-        assert len(pool.sample([5], 4, np.random.default_rng(0), sequence=sequence)) == 0
-    assert set(pool.sample([5], 1, np.random.default_rng(0), sequence=mine).token_ids) <= {6, 7}
-    pool.harvest([[-1, 5]], [[3]], [[0.5]])
-    assert likeliest(pool, [5], mine) == [3]
-    assert sorted(layer.contexts().tolist()) == [[-1, 5], [4, 5]]
-    assert layer.num_contexts == 2
 
 
 # --- pools that are only read ---------------------------------------------------------------

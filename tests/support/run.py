@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from lade import Config, DecodeStats, generate, probe
-from tests.lade.tiny import BatchDrafter
+from tests.lade.tiny import ScriptedDrafter
 from tests.support.inside import (
     SPECULATING,
     Lengths,
@@ -236,7 +236,7 @@ def _compare(model: Model, case: Case, seed: int, row: Row, stats: DecodeStats) 
     answers = [
         [*ids[mask.bool()].tolist(), *rest] for (ids, mask), rest in zip(prompts, new, strict=True)
     ]
-    options["drafter"] = BatchDrafter(answers, np.random.default_rng(seed), RIGHT)
+    options["drafter"] = ScriptedDrafter(answers, np.random.default_rng(seed), RIGHT)
     options["config"] = Config(max_draft_tokens=MAX_DRAFT_TOKENS)
     try:
         torch.manual_seed(seed)

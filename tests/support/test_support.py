@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import lade
@@ -13,7 +12,7 @@ from tests.lade.tiny import IS_NEWEST
 from tests.support import formats, report
 from tests.support import run as support
 from tests.support.__main__ import main
-from tests.support.formats import FORMATS, Format, FormatRow, all_formats, run_format
+from tests.support.formats import FORMATS, Format, all_formats, run_format
 from tests.support.run import CASES, QUICK_CASES, Difference, Row, run_all, run_one
 from tests.support.tiny import tiny_model
 
@@ -126,74 +125,7 @@ def test_floats_verify_trees_and_dynamic_int8_is_plain() -> None:
     assert (dynamic.verdict, dynamic.check.kind, dynamic.check.num_drafted) == ("exact", "plain", 0)
 
 
-@pytest.mark.parametrize(
-    ("rounding", "gap", "verdict"),
-    [
-        (0.006, 0.01, "tie"),
-        (0.004, 0.01, "wrong"),
-        (None, 0.01, "wrong"),  # float32
-        (0.006, None, "wrong"),  # past the end of plain's text
-    ],
-)
-def test_a_tie_is_as_wide_as_the_rounding_of_the_model(
-    rounding: float | None, gap: float | None, verdict: str
-) -> None:
-    close = Difference("greedy short", 0, 3, 0.001)
-    check = Row("x", "llama", "A", "tree", batch_verification="tree", compared=["greedy long"])
-    check.differences = [close, Difference("greedy long", 0, 3, gap)]
-    row = FormatRow("x", dtype="bfloat16", check=check, rounding=rounding)
-    assert row.verdict == verdict
-    assert row.is_bad == (verdict == "wrong")
-
-
-def test_what_cannot_be_made_is_told_with_the_reason() -> None:
-    (row,) = run_format(Format("x", lambda model: model, package="no-such-package"))
-    assert row.why_not == "it needs the package no-such-package"
-
-    def build(model: Any) -> Any:
-        if model.dtype == torch.bfloat16:
-            raise RuntimeError("float32 only")
-        return model
-
-    full, half = run_format(Format("x", build), cases=QUICK_CASES[:1], is_timed=False)
-    assert full.verdict == "exact"
-    assert (half.dtype, half.why_not) == ("bfloat16", "RuntimeError: float32 only")
-
-
 # --- the report and the command ---------------------------------------------------------------
-
-
-def _rows() -> list[Row]:
-    names = [case.name for case in CASES]
-    snapshot = Row("rwkv", "rwkv", "B", "snapshot", batch_verification="plain", compared=names)
-    snapshot.reasons = {"tree": "a state", "chain": "a list"}
-    snapshot.batch_reasons = {**snapshot.reasons, "snapshot": "x"}
-    snapshot.in_float32, snapshot.mat = names[5:], 1.234
-    variant = Row("rwkv-x", "rwkv", "B", "plain", batch_verification="plain", compared=names)
-    variant.reasons = variant.batch_reasons = {"tree": "its logits differ " * 20}
-    variant.differences = [Difference("greedy short", 0, 3, 0.5)]
-    return [
-        Row("llama", "llama", "A", "tree", batch_verification="tree", compared=names, mat=2),
-        snapshot,
-        Row("blt", "blt", "C", "not a text model", why_not="it reads | bytes"),
-        variant,
-    ]
-
-
-def test_cells_and_counts_are_of_the_rows() -> None:
-    tree, snapshot, not_text, variant = map(report.cells, _rows())
-    assert tree == ("llama", "A", "tree", "tree", "2.00", "exact", "")
-    assert snapshot[5:] == (
-        "exact, batches in float32",
-        "tree: a state; chain: a list; in a batch, snapshot: x",
-    )
-    assert not_text == ("blt", "C", "not a text model", "", "", "", "it reads | bytes")
-    assert variant[5] == "wrong; differs: greedy short, row 0, token 3, gap 0.5"
-    assert len(variant[6]) < 130
-    found = report.summary(_rows())
-    assert {n: c["all"] for n, c in found.items()} == {"architectures": 3, "variants": 1}
-    assert [found["architectures"][name] for name in ("speculate", "tree", "exact")] == [2, 1, 2]
-    assert found["variants"]["wrong"] == 1
 
 
 @pytest.mark.exhaustive  # five architectures in all cases, and two formats
@@ -230,7 +162,8 @@ def test_an_interrupted_run_keeps_what_it_found_and_a_wrong_token_fails_it(
     found = json.loads(path.read_text())
     assert [row[0] for row in found["rows"]] == ["llama"]
     assert found["settings"]["interrupted"] is True
-    rows = iter([_rows()[0], _rows()[3]])
+    wrong = Row("b", "b", "B", differences=[Difference("greedy short", 0, 3, 0.5)])
+    rows = iter([Row("a", "a", "A"), wrong])
     monkeypatch.setattr(support, "run_one", lambda name, **_: next(rows))
     assert [main(["llama"]), main(["llama"])] == [0, 1]
     with pytest.raises(ValueError, match=r"expected model types .* maps, got no-such, nor-this"):

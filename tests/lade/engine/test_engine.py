@@ -212,11 +212,7 @@ def test_a_request_that_somebody_else_answers_ends_no_other() -> None:
 @pytest.mark.filterwarnings("ignore::lade.PlainDecodingWarning")
 @pytest.mark.parametrize(
     "families",
-    thinned(
-        [("llama", "llama"), ("bloom", "llama"), ("bloom",) * 2],
-        ("llama", "llama"),
-        ("bloom", "llama"),
-    ),
+    thinned([("llama", "llama"), ("bloom", "llama"), ("bloom",) * 2], ("bloom", "llama")),
 )
 @pytest.mark.parametrize("code", [None, "on_step", "processor"])
 def test_two_batchers_keep_their_seeds(families: tuple[str, str], code: str | None) -> None:

@@ -30,7 +30,7 @@ from tests.lade.forward.test_job import SERVED
 from tests.lade.models.gguf_files import write
 
 WAYS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-QUICK = "llama", "gemma2", "olmo2", "starcoder2"
+QUICK = "llama", "gemma2", "starcoder2"
 HOWS = "piece", "tree", "parts", "kept"
 # Wide enough for what is rounded to 16 bits to show in which order it was summed.
 MIDDLE: dict[str, Any] = {"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 32}
@@ -223,13 +223,13 @@ def test_a_token_has_the_same_bits_in_any_forward(family: str, dtype: torch.dtyp
         assert texts.differences(seed) == []
 
 
-@pytest.mark.parametrize("how", HOWS[:3])
-def test_each_kind_of_forward_gives_the_same_bits(how: str, dtype: torch.dtype) -> None:
+def test_each_kind_of_forward_gives_the_same_bits(dtype: torch.dtype) -> None:
     texts = Texts(model_of("llama", dtype, **MIDDLE))
-    assert texts.differences(0, (how,)) == []
+    for how in HOWS[:3]:
+        assert texts.differences(0, (how,)) == []
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma4_text"])
+@pytest.mark.parametrize("family", thinned(["llama", "qwen3_moe", "gemma4_text"], "qwen3_moe"))
 def test_packed_weights_give_the_same_bits(family: str, tmp_path: Path) -> None:
     write(tmp_path, family, "Q4_K", "Q6_K")
     assert Texts(load_gguf(tmp_path / "model.gguf")).differences(0) == []

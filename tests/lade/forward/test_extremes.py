@@ -28,7 +28,7 @@ PROMPT = torch.randint(3, 90, (1, 18), generator=torch.Generator().manual_seed(0
 def called(function: Any, row: Tensor, *more: Any) -> Tensor:
     """Return what a compiled function makes of a row, in place."""
     result = row.numpy().copy()
-    numba.njit(lambda *given: function(*given), error_model="numpy")(result, *more)
+    function(result, *more)
     return torch.from_numpy(result)
 
 
@@ -68,20 +68,30 @@ ROWS = [
 ]
 
 
+largest, exponential, total = (vars(_rows)[name] for name in ("largest", "exponential", "total"))
+
+
+@numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def softmax(row: Any) -> None:
+    """Write the softmax of a row over it, as programs do."""
+    most = largest(row)
+    for index in range(len(row)):
+        row[index] = exponential(row[index] - most)
+    whole = total(row)
+    for index in range(len(row)):
+        row[index] = row[index] / whole
+
+
+@numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def weigh(row: Any, peak: Any, total: Any, sums: Any) -> None:
+    """Call a kernel that is compiled only within others."""
+    _kernels._weigh(row, peak, total, sums)
+
+
 @pytest.mark.parametrize("scores", ROWS)
 def test_a_softmax_is_torchs(scores: list[float]) -> None:
-    row, names = torch.tensor(scores), ("largest", "exponential", "total")
-    largest, exponential, total = (vars(_rows)[name] for name in names)
-
-    def softmax(row: Any) -> None:  # as programs have it
-        most = largest(row)
-        for index in range(len(row)):
-            row[index] = exponential(row[index] - most)
-        whole = total(row)
-        for index in range(len(row)):
-            row[index] = row[index] / whole
-
-    mine = called(numba.njit(softmax, error_model="numpy"), row)
+    row = torch.tensor(scores)
+    mine = called(softmax, row)
     assert torch.allclose(mine, row.softmax(0), 1e-6, 1e-37, True)
 
 
@@ -95,9 +105,7 @@ def test_attention_block_by_block_is_torchs(first: list[float], scores: list[flo
         given = torch.full((_tiles.BLOCK,), -INF)
         given[: len(block)] = torch.tensor(block)
         row = given.numpy()
-        numba.njit(lambda *args: _kernels._weigh(*args), error_model="numpy")(
-            row, peak, total, sums
-        )
+        weigh(row, peak, total, sums)
         total += row.sum()
         sums += (row[: len(block), None] * of_block[: len(block)].numpy()).sum(0)
     weights = torch.tensor([*first, *scores]).softmax(0)

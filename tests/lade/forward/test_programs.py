@@ -70,7 +70,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Writer, Written]]:
 
 @pytest.mark.parametrize(
     "family",
-    thinned(READABLE, "llama", "cohere2", "qwen3", "deepseek_v2", "phimoe", "bamba", "qwen3_next"),
+    thinned(READABLE, "cohere2", "phimoe", "bamba", "qwen3_next"),
 )
 @torch.no_grad()
 def test_programs_give_what_torch_gave(family: str, written: list[tuple[Writer, Written]]) -> None:

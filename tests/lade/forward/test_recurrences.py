@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import lade
+from tests.grids import thinned_rows
 from tests.lade.forward.conftest import Ran
 from tests.lade.forward.families import FORMATS, MAMBAS, model_of
 from tests.lade.forward.test_bits import Texts
@@ -20,13 +21,20 @@ OF_DELTAS: list[dict[str, Any]] = [
     {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 2},
     {"linear_num_key_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 40},
 ]
-SIZES: list[tuple[str, dict[str, Any]]] = [
+_SIZES: list[tuple[str, dict[str, Any]]] = [
     *(("lfm2", {"conv_L_cache": width, "conv_bias": width != 2}) for width in (1, 2, 5)),
     *product(DELTAS, OF_DELTAS),
     ("granitemoehybrid", {}),  # of Mamba 2, a norm of all heads; of several; of each
     ("granitemoehybrid", {"mamba_n_groups": 2, "mamba_d_state": 24, "num_local_experts": 0}),
     ("bamba", {"mamba_n_groups": 8, "mamba_proj_bias": True, "mamba_d_conv": 2}),
 ]
+SIZES = [(*size, dtype) for size, dtype in product(_SIZES, FORMATS)]
+# Most sizes, each in one format.
+QUICK = [(*_SIZES[each], FORMATS[each % 3]) for each in (1, 2, 3, 4, 8, 9, 10, 11)]
+of_sizes = pytest.mark.parametrize(
+    ("family", "options", "dtype"), thinned_rows(SIZES, *QUICK), ids=str
+)
+LENGTHS = [*product(["lfm2", *DELTAS, *MAMBAS], (1, 2, 3, 33, 700))]
 
 
 @pytest.fixture(autouse=True)
@@ -35,26 +43,34 @@ def no_grad() -> Any:
         yield
 
 
-@pytest.mark.parametrize(("family", "options"), SIZES, ids=str)
-def test_layers_of_any_size(family: str, options: dict[str, Any], compared: list[Apart]) -> None:
-    for dtype in FORMATS:
-        with_drafts(model_of(family, dtype, **options), TEXT)
-        # Torch's own forwards are off by 1e-4: states add up errors.
-        limit = 0.0 if family == "lfm2" else 5e-4
-        assert all(each.is_close or float(each.told) < limit for each in compared), compared
-        assert TEXT.shape[1] in {each.num_tokens for each in compared}
-        compared.clear()
+@of_sizes
+def test_layers_of_any_size(
+    family: str, options: dict[str, Any], dtype: torch.dtype, compared: list[Apart]
+) -> None:
+    with_drafts(model_of(family, dtype, **options), TEXT)
+    # Torch's own forwards are off by 1e-4: states add up errors.
+    limit = 0.0 if family == "lfm2" else 5e-4
+    assert all(each.is_close or float(each.told) < limit for each in compared), compared
+    assert TEXT.shape[1] in {each.num_tokens for each in compared}
 
 
-@pytest.mark.parametrize(("family", "options"), SIZES, ids=str)
-def test_tokens_have_the_same_bits(family: str, options: dict[str, Any], ran: list[Ran]) -> None:
-    for dtype in FORMATS:
-        assert Texts(model_of(family, dtype, **options)).differences(0) == []
+@of_sizes
+def test_tokens_have_the_same_bits(
+    family: str, options: dict[str, Any], dtype: torch.dtype, ran: list[Ran]
+) -> None:
+    assert Texts(model_of(family, dtype, **options)).differences(0) == []
     assert 3 in {each.num_parts for each in ran}
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 33, 700])
-@pytest.mark.parametrize("family", ["lfm2", *DELTAS, *MAMBAS])
+@pytest.mark.parametrize(
+    ("family", "num_tokens"),
+    thinned_rows(
+        LENGTHS,
+        *(("lfm2", num) for num in (1, 2, 33, 700)),
+        *(("qwen3_next", num) for num in (3, 33, 700)),
+        *(("granitemoehybrid", num) for num in (2, 700)),
+    ),
+)
 def test_prompts_of_any_length(family: str, num_tokens: int, ran: list[Ran]) -> None:
     """Before the text are zeros; long texts of recurrences run by torch; caches go on from each."""
     model = model_of(family, max_position_embeddings=1024)

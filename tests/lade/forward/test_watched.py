@@ -28,14 +28,8 @@ QUICK = [
     *(states.bias, states.scaling_in_place, states.sight, states.mask_of_sdpa),
     *(states.patched_rsqrt, states.patched_cache, states.weights_by_a_hook, states.turned_states),
     *(states.adapter_on_parameters, states.left_by_training),
-    *(
-        states.remote_args,
-        states.remote_object,
-        states.remote_class,
-        states.remote_file,
-        states.remote_bag,
-    ),
-    *(states.remote_activation, states.remote_closure, states.wrapped_forward, states.local_mask),
+    *(states.remote_args, states.remote_bag, states.remote_activation, states.remote_closure),
+    states.local_mask,
 ]
 # Masks of the user's are made by the model's own forward; angles are made by the model as it is.
 WITHOUT_JOBS = {states.registered_mask, states.mask_of_sdpa, states.local_mask}
@@ -65,10 +59,10 @@ def put_back() -> Iterator[None]:
 def test_what_looking_shows_is_heeded_by_jobs(kind: Callable[[Any], Set], ran: list[Ran]) -> None:
     model = compiled()
     put = kind(model)
-    for alpha in (0.0, 1.0, 2.0, 0.0):
+    for alpha in (0.0, 1.0, 0.0):
         put(alpha)
         lade.release(model)
-        for ids in (ONE, THREE, ONE):
+        for ids in (ONE, THREE)[: 1 + (alpha > 0)]:
             ran.clear()
             same_as_generate(model, ids, knows=True, config=EIGHT, **LONG)
     assert ran or kind in WITHOUT_JOBS
@@ -89,8 +83,14 @@ def test_a_bias_that_comes_is_added(where: str, ran: list[Ran]) -> None:
     assert len([*Profiles.of(model)]) == before + 1
 
 
-@pytest.mark.parametrize("value", [np.float64(4.0), np.float32(0.25), torch.tensor(4.0)], ids=repr)
-@pytest.mark.parametrize("name", ["logits_scaling", "embedding_multiplier"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logits_scaling", np.float64(4.0)),
+        ("embedding_multiplier", np.float32(0.25)),
+        ("embedding_multiplier", torch.tensor(4.0)),
+    ],
+)
 def test_numbers_of_every_type_in_a_config_are_watched(
     name: str, value: Any, ran: list[Ran]
 ) -> None:
@@ -116,9 +116,10 @@ def test_what_no_forward_reads_is_not_watched(ran: list[Ran]) -> None:
     assert len([*Profiles.of(model)]) == 1
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "mistral", "gpt2", "gemma3_text", "mamba", "falcon_h1"]
-)
+WRITING = ["llama", "mistral", "gpt2", "gemma3_text", "mamba", "falcon_h1"]
+
+
+@pytest.mark.parametrize("family", thinned(WRITING, "llama", "gemma3_text", "falcon_h1"))
 def test_an_unchanged_model_is_looked_at_once(family: str) -> None:
     """Forwards that write to modules, as some do, change nothing of it either."""
     model = model_of(family)
@@ -235,9 +236,10 @@ def test_weights_live_while_they_are_read(ran: list[Ran]) -> None:
 # --- what is masked -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("special", [float("nan"), float("inf")])
 @pytest.mark.parametrize("ids", [ONE, THREE], ids=["one", "three"])
+@pytest.mark.parametrize(
+    ("special", "dtype"), [(float("nan"), torch.float32), (float("inf"), torch.float64)]
+)
 def test_a_draft_token_without_numbers_spoils_no_other(
     special: float, dtype: torch.dtype, ids: Tensor
 ) -> None:
@@ -277,7 +279,7 @@ def _embedded(views: Any) -> None:
     views._given = scaled
 
 
-@pytest.mark.parametrize("spoil", [_unsummed, _scaled, _embedded])
+@pytest.mark.parametrize("spoil", thinned([_unsummed, _scaled, _embedded], _unsummed, _embedded))
 def test_a_failed_proof_ends_a_plan_for_all_calls(spoil: Any, ran: list[Ran]) -> None:
     """What no look at the model can show is noticed after 128 steps with a draft, and once."""
     model, pool, steps, wrong, told = compiled(), lade.NGramPool(), list[lade.Step](), 0, 0

@@ -1,6 +1,7 @@
 """What is read of a model holds whatever its weights are, and for texts of any length."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -14,17 +15,17 @@ from lade.forward.reading import read
 from tests.grids import thinned
 from tests.lade.both import EIGHT, ONE, same_as_generate
 from tests.lade.forward.conftest import Ran
-from tests.lade.forward.families import QUICK, model_of
+from tests.lade.forward.families import SORTS, model_of
 
-FAMILIES = [*QUICK, "deepseek_v2", "qwen3_next", "phimoe", "dots1-window"]
+FAMILIES = [*SORTS, "deepseek_v2", "qwen3_next", "phimoe", "dots1-window"]
 
 
 def is_same(model: Any, ids: Tensor = ONE, **options: Any) -> None:
     same_as_generate(model, ids, knows=True, config=EIGHT, eos_token_id=None, **options)
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, 1e30, float("nan")])
-@pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "gpt_oss", "gemma4_text-shared"))
+@pytest.mark.parametrize("value", thinned([0.0, 1.0, 1e30, math.nan], 0.0, math.nan))
+@pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "gpt_oss"))
 def test_weights_decide_nothing(family: str, value: float) -> None:
     model = model_of(family)
     plan = read(model)
@@ -74,7 +75,9 @@ ADAPTERS: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", [*PARAMETRIZED, *ADAPTERS])
+@pytest.mark.parametrize(
+    "kind", thinned([*PARAMETRIZED, *ADAPTERS], *[*PARAMETRIZED][1::2], *[*ADAPTERS][::2])
+)
 def test_weights_made_of_others_are_those_of_the_moment(kind: str, ran: list[Ran]) -> None:
     """Adapters add nothing yet when they are first used."""
     model = model_of(PARAMETRIZED.get(kind, "qwen3_moe"))

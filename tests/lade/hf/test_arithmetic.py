@@ -21,9 +21,8 @@ from tests.lade.forward.families import PLAIN, READABLE, model_of
 NARROW = [torch.bfloat16, torch.float16]
 TEXT = torch.tensor([[5, 6, 7, 8, 9, 10] * 5 + [5, 6, 7]])
 SERVED = [family for family in READABLE if family != "mllama"]
-# Experts, also input by input, latents, recurrences, convolutions, layers of GPT-2.
 LATENTS = "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla"
-QUICK = ("llama", "gemma2", "mixtral", "gpt_oss", "youtu", "qwen3_next", "lfm2", "gpt2")
+QUICK = ("llama", "gpt_oss", "qwen3_next", "gpt2")
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +55,7 @@ def same_as_float32(model: Any, *args: Any, **options: Any) -> Any:
 def test_the_text_is_that_of_float32(family: str, dtype: torch.dtype) -> None:
     """Whatever is drafted, batched, padded, kept or proved."""
     model = narrow_of(family, dtype)
-    for num in (0, 3, 15, 40, None):
+    for num in (0, 3, 40):
         config = lade.Config(max_draft_tokens=num)
         got = same_as_float32(model, TEXT, accept=0.7, config=config, max_new_tokens=40)
         assert got.stats.arithmetic == "float32"

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 import lade
 from lade.drafters import AssistantModel, CallPool, Merged
-from tests.lade.both import THREE, answered, same_as_generate
+from tests.lade.both import answered, same_as_generate
 from tests.lade.shared import shared_model
 from tests.lade.tiny import tiny_model
 
@@ -34,22 +34,6 @@ def both(model: Any, ids: torch.Tensor = PROMPT, **options: Any) -> Any:
     of_lade = {name: options.pop(name) for name in [*options] if "assistant" in name}
     by = partial(lade.generate, **of_lade)
     return same_as_generate(model, ids, by=by, seed=3, **{"max_new_tokens": 16, **options})[1]
-
-
-STEERED: list[dict[str, Any]] = [
-    {},
-    {"num_assistant_tokens": 2, "num_assistant_tokens_schedule": "heuristic"},
-    {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": 4},
-]
-
-
-@pytest.mark.parametrize("steering", STEERED, ids=lambda each: "-".join(each) or "measured")
-def test_an_assistant_changes_no_text(model: Any, assistant: Any, steering: dict[str, Any]) -> None:
-    for do_sample in (False, True):
-        got = both(model, assistant_model=assistant, do_sample=do_sample, **steering)
-        assert set(got.stats.sources) == {"pool", "assistant"}
-        both(model, THREE, assistant_model=assistant, do_sample=do_sample, **steering)
-    both(model, num_return_sequences=3, do_sample=True, assistant_model=assistant, **steering)
 
 
 def test_the_pool_of_the_call_drafts_too(assistant: Any) -> None:

@@ -57,10 +57,12 @@ def adapted(kind: str, of: type = LlamaForCausalLM) -> Any:
         return peft.get_peft_model(model, _config_of(kind)).eval()
 
 
-@pytest.mark.parametrize("kind", ["lora", "prompt", "prefix"])
-@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+@pytest.mark.parametrize(
+    ("kind", "door"),
+    [*(("lora", door) for door in DOORS), ("prompt", "generate"), ("prefix", "decode")],
+)
 @pytest.mark.filterwarnings("ignore")
-def test_adapters_of_peft_count(kind: str, door: Callable[..., Any]) -> None:
+def test_adapters_of_peft_count(kind: str, door: str) -> None:
     model = adapted(kind)
     expected = model.generate(input_ids=PROMPT, **OPTIONS)
     if kind != "lora":  # which is inside of the base model
@@ -68,7 +70,7 @@ def test_adapters_of_peft_count(kind: str, door: Callable[..., Any]) -> None:
         if kind == "prefix" and expected.tolist() == base.tolist():
             pytest.skip("this release of PEFT leaves prefixes out with this one of transformers")
         assert expected.tolist() != base.tolist()
-    assert door(model, input_ids=PROMPT, **OPTIONS).tolist() == expected.tolist()
+    assert DOORS[door](model, input_ids=PROMPT, **OPTIONS).tolist() == expected.tolist()
 
 
 class Around(torch.nn.Module):

@@ -11,7 +11,7 @@ import lade
 from ngram_pool import NGramPool
 from tests.lade.both import ONE, same_as_generate
 from tests.lade.shared import shared_model
-from tests.lade.tiny import BatchDrafter, tiny_model
+from tests.lade.tiny import ScriptedDrafter, tiny_model
 
 FAMILY = "llama"
 # What is drawn differs between CPUs: a text must not end where one of them draws the end.
@@ -60,7 +60,7 @@ def test_an_answer_after_hard_ones_takes_the_steps_of_a_fresh_one() -> None:
 def test_a_drafter_drafts_besides() -> None:
     model = shared_model(FAMILY)
     answer = answer_of(model)
-    drafter = BatchDrafter([[*ONE[0].tolist(), *answer]], np.random.default_rng(0), 0.5)
+    drafter = ScriptedDrafter([[*ONE[0].tolist(), *answer]], np.random.default_rng(0), 0.5)
     output = lade.generate(
         model,
         ONE,
@@ -72,7 +72,7 @@ def test_a_drafter_drafts_besides() -> None:
         return_dict_in_generate=True,
     )
     assert output.sequences[0, 7:].tolist() == answer
-    assert output.stats.sources.keys() == {"BatchDrafter", "prediction"}
+    assert output.stats.sources.keys() == {"ScriptedDrafter", "prediction"}
 
 
 def test_nothing_of_it_is_learned_or_kept() -> None:

@@ -71,20 +71,3 @@ def test_a_pool_named_by_one_caller_is_not_another_callers() -> None:
     model.generate(victim_prompt(SECRETS[1]), **options)
     assert len(mine) == held
     assert model.generate.pool is None
-
-
-def test_a_wrapped_model_takes_pool_and_config_of_one_call() -> None:
-    shared, mine = lade.NGramPool(), lade.NGramPool()
-    model = lade.wrap(tiny_model("llama"), pool=shared)
-    seen: list[int] = []
-    model.generate(
-        victim_prompt(SECRETS[0]),
-        pool=mine,
-        config=lade.Config(max_draft_tokens=3),
-        on_step=lambda step: seen.append(step.num_draft_tokens),
-        max_new_tokens=20,
-        pad_token_id=0,
-    )
-    assert len(shared) == 0
-    assert len(mine) > 0
-    assert max(seen) <= 3

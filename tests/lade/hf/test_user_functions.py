@@ -105,10 +105,15 @@ class Forgetful(LogitsProcessor):  # type: ignore[misc]
         scores.add_(1.0)  # and returns nothing
 
 
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("num_others", [0, 1], ids=["alone", "before another"])
-@pytest.mark.parametrize("ids", [ONE, TWO], ids=["one", "two"])
-@pytest.mark.parametrize("way", ["generate", "batcher"])
+@pytest.mark.parametrize(
+    ("way", "ids", "num_others", "do_sample"),
+    [
+        ("generate", ONE, 0, False),
+        ("generate", TWO, 1, True),
+        ("batcher", ONE, 1, False),
+        ("batcher", TWO, 0, True),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::lade.PlainDecodingWarning")  # batches are plain
 def test_a_processor_that_returns_nothing_is_named(
     way: str, ids: Tensor, num_others: int, do_sample: bool

@@ -168,26 +168,6 @@ class Blind(lade.Drafter):
         return chain([5] * min(16, max_draft_tokens))
 
 
-@pytest.mark.parametrize("verification", ["tree", "chain", "snapshot"])
-def test_a_call_that_is_broken_off_leaves_a_callers_cache_without_rejected_tokens(
-    verification: Any,
-) -> None:
-    model = shared_model("llama", seed=3)
-    cache = DynamicCache(config=model.config)
-    seen: list[Any] = []
-
-    def interrupts(step: Any) -> None:
-        seen.extend(step.token_ids)
-        if len(seen) >= 6:
-            raise KeyboardInterrupt
-
-    config = lade.Config(verification=verification, max_draft_tokens=4)
-    given: dict[str, Any] = {CACHE: cache, "max_new_tokens": 20, "do_sample": False}
-    with pytest.raises(KeyboardInterrupt):
-        lade.generate(model, ONE, drafter=Blind(), config=config, on_step=interrupts, **given)
-    assert cache.get_seq_length() <= ONE.shape[1] + len(seen)
-
-
 # --- lengths that a short check cannot see --------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from tests.lade.tiny import tiny_model
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None}
 #: What is set one after the other: nothing at first, as steering code mostly begins.
-ALPHAS = (0.0, 0.6, 2.0, 0.0, 1.0)
+ALPHAS = (0.0, 2.0, 0.0, 0.6)
 SIX = lade.Config(max_draft_tokens=6)
 KEPT = lade.Config(max_draft_tokens=6, reuses_prefix=True)
 # One of each sort; `python -m tests.fuzz.states` takes all of them in every way.
@@ -59,10 +59,6 @@ def quietly() -> Iterator[None]:
     states.put_back()
 
 
-def wrapped(model: Any, **options: Any) -> Any:
-    return lade.wrap(model).generate(**options)
-
-
 @pytest.mark.parametrize("kind", thinned(KINDS, *QUICK), ids=name_of)
 def test_state_that_is_set_anew_is_heeded(kind: Callable[[Any], Set]) -> None:
     model = model_of()
@@ -87,14 +83,6 @@ def test_user_code_in_a_batch_is_proved(
         _, got = same_as_generate(model, THREE, knows=True, config=SIX, **given)
         if kind is states.wrapped_forward and family != "mistral":  # has windows
             assert got.stats.num_accepted_tokens > 0
-
-
-def test_state_of_a_wrapped_model_is_heeded() -> None:
-    model = model_of()
-    put = states.hook_attribute(model)
-    for alpha in ALPHAS:
-        put(alpha)
-        same_as_generate(model, ONE, knows=True, by=wrapped, **OPTIONS)
 
 
 FAMILIES = ["llama", "mistral", "gpt2", "mamba", "recurrent_gemma", "gemma3_text"]
@@ -192,8 +180,7 @@ def test_a_model_that_was_changed_answers_as_it_is_now(change: Callable[[Any], A
     _, before = same_as_generate(model, ONE, **given)
     assert before.stats.num_accepted_tokens > 0
     model = change(model)
-    for _ in range(2):
-        _, got = same_as_generate(model, ONE, **given)
+    _, got = same_as_generate(model, ONE, **given)
     is_same = change in (pickled, in_other_format, by_eager_attention)
     assert torch.equal(got.sequences, before.sequences) is is_same
 

@@ -26,7 +26,7 @@ pytestmark = [
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 9, 11, 13, 5, 6, 7, 8, 20, 21, 22, 23]])
 STATES: list[Any] = []  # what a hook may remember
 OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": False}
-CONFIGS = [None, lade.Config(max_draft_tokens=0), EIGHT]
+CONFIGS = [None, EIGHT]
 
 
 def num_drafted(model: Any, **options: Any) -> int:

@@ -112,13 +112,3 @@ def test_a_hook_that_treats_drafts_apart_leaves_the_text_alone() -> None:
     alpha[0] = 2.0
     with pytest.warns(lade.VerificationWarning, match="logits for a draft differ"):
         same_as_generate(model, ONE, knows=True, config=EIGHT, **LONG)
-
-
-def test_the_hooks_of_a_whole_model_are_called_around_each_forward() -> None:
-    model = tiny_model("llama", dtype=torch.float32, head_dim=16)
-    seen: list[int] = []
-    model.register_forward_hook(lambda module, args, output: seen.append(output.logits.shape[1]))
-    for _ in range(3):
-        _, got = same_as_generate(model, ONE, accept=0.8, config=EIGHT, **LONG)
-    assert max(seen) > 4
-    assert got.stats.num_accepted_tokens > 5

@@ -1,6 +1,5 @@
 """Kept texts: which one is found, what makes room, and that none is ever changed."""
 
-import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from lade.targets.prefixes import KeptText, Origin, PrefixStore
-from ngram_pool import NGramPool
 
 ORIGIN = Origin("model", None)
 
@@ -64,42 +62,6 @@ def test_the_text_not_used_for_longest_goes_first() -> None:
     assert held(store) == [texts[3], [9] * 11]
     store.keep(text_of([7]), 0)
     assert len(held(store)) == 0
-
-
-def test_other_owners_find_nothing_and_other_models_leave_nothing() -> None:
-    store = store_of([1, 2, 3])
-    origin = ORIGIN._replace(owner="other")
-    assert found(store, [1, 2, 3, 4], origin) == 0
-    assert len(held(store)) == 1
-    store.keep(text_of([1, 2, 3, 4], origin), 2**20)
-    assert found(store, [1, 2, 3, 4, 5]) == 3
-    assert len(held(store)) == 2
-    assert found(store, [1, 2, 3, 4], ORIGIN._replace(model="changed")) == 0
-    assert len(held(store)) == 0
-
-
-def test_whoever_goes_on_from_a_text_does_not_change_it() -> None:
-    store = store_of([1, 2, 3, 4])
-    for _ in range(2):
-        hit = store.find(ORIGIN, [1, 2, 3, 9, 9])
-        assert hit is not None
-        cache = hit[0].first(hit[1])
-        cache.update(torch.ones(1, 2, 2, 4), torch.ones(1, 2, 2, 4), 0)
-        cache.crop(-4)
-        assert cache.get_seq_length() == 1
-    assert found(store, [1, 2, 3, 4, 5]) == 4
-
-
-def test_an_owner_is_an_object_and_ends_with_it() -> None:
-    store = PrefixStore()
-    mine, other = NGramPool(), NGramPool()
-    assert store.owner_of(mine) == store.owner_of(mine)
-    assert store.owner_of(mine) != store.owner_of(other)
-    for each in (mine, other):
-        store.keep(text_of([1, 2, 3], ORIGIN._replace(owner=store.owner_of(each))), 2**20)
-    del mine, each
-    gc.collect()
-    assert len(held(store)) == 1
 
 
 @pytest.mark.parametrize("seed", range(3))

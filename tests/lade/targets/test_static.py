@@ -93,7 +93,7 @@ def test_a_text_is_that_of_generate_by_one_graph_of_each_shape(family: str, name
 
 @pytest.mark.model
 @pytest.mark.usefixtures("real_model")
-@pytest.mark.parametrize("name", thinned(WAYS, "by torch"))
+@pytest.mark.parametrize("name", thinned(WAYS))
 def test_so_is_that_of_a_trained_model(name: str) -> None:
     loaded = lade.models.load(dtype="float32")
     ids = loaded.tokenizer("The cat sat on the mat. The cat", return_tensors="pt").input_ids
@@ -243,7 +243,7 @@ def test_compiled_steps_go_to_the_next_call_or_go_with_the_call() -> None:
     del second
     assert steps.lend(first)
     model = model_of("llama")
-    same_as_generate(model, PROMPT, config=CONFIG, **LONG, **BY_BACKEND)
+    same_as_generate(model, PROMPT, config=CONFIG, **LONG | {"max_new_tokens": 8}, **BY_BACKEND)
     kept = profile_of(model).static_steps
     assert kept.runs
     lade.release(model)

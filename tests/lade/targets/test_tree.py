@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache
 
 import lade
 from lade.drafting.drafts import draft_of
@@ -20,10 +20,8 @@ from lade.probing.proof import DISTANCE, Distances
 from lade.targets.kv_cache import LayerKind, TreeCache
 from lade.targets.layout import tree_layout
 from lade.targets.masks import AttentionSpan, tree_mask
-from lade.targets.parts import TREE_SDPA
-from lade.targets.rows import Prompts, RowsTarget, split
 from lade.targets.trees import TreeTarget
-from lade.tree import ROOT, Tree, TreeTensors, starts
+from lade.tree import ROOT, Tree, TreeTensors
 from ngram_pool import Draft
 from tests.grids import thinned
 from tests.lade.both import EIGHT, THREE, same_as_generate
@@ -129,96 +127,6 @@ def check_cache(model: Any, target: TreeTarget, committed: list[int]) -> None:
             torch.testing.assert_close(held, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, *QUICK))
-def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str) -> None:
-    model = tiny_model(family, seed=4, attention="sdpa")
-    if lade.probe(model, num_rows=2).attention != TREE_SDPA:
-        pytest.skip("the check rules it out for this model")
-    prompts = [[5, 9, 11, 5, 9], [7, 7, 3, 2, 8], [4, 4, 4, 9, 1]]
-
-    @settings(max_examples=12, deadline=None)
-    @given(
-        steps=st.lists(
-            st.lists(st.tuples(random_parents, st.integers(0, 10**6)), min_size=3, max_size=3),
-            min_size=1,
-            max_size=3,
-        ),
-        dropped=st.integers(0, 2),
-    )
-    @torch.no_grad()
-    def check(steps: list[list[tuple[list[int], int]]], dropped: int) -> None:
-        rows = split(model, torch.tensor(prompts), {"use_cache": True})
-        targets = [
-            TreeTarget(model, *row, tree_layout(model), 60, attention=TREE_SDPA) for row in rows
-        ]
-        whole = Prompts(model, torch.tensor(prompts), {"use_cache": True}, GenerationConfig(), 0)
-        target = RowsTarget(rows, targets, whole)
-        target.prefill()
-        committed = [list(prompt) for prompt in prompts]
-        for number, step in enumerate(steps):
-            if number == 1:
-                keep = [row for row in range(3) if row != dropped]
-                target.select(keep)
-                committed = [committed[row] for row in keep]
-                targets = [targets[row] for row in keep]
-            drafts = [make_draft(parents, number) for parents, _ in step[: len(committed)]]
-            trees = [Tree.build(8 + number, draft) for draft in drafts]
-            logits = target.forward(target.inputs(trees))
-            assert logits.shape[:2] == (1, sum(map(len, trees)))
-            leaves = [step[row][1] % len(tree) for row, tree in enumerate(trees)]
-            kept = []
-            places = starts(dict(enumerate(trees)))
-            for row, (draft, tree) in enumerate(zip(drafts, trees, strict=True)):
-                path = path_to(draft, leaves[row])
-                ids = [*committed[row], *[tree.token_ids[node] for node in path]]
-                alone = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-                mine = logits[0, places[row] + leaves[row]]
-                torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-5)
-                kept.append(path)
-                committed[row] = ids
-            target.commit(kept)
-            assert [each.cache.length for each in targets] == [*map(len, committed)]
-        for each, ids in zip(targets, committed, strict=True):
-            check_cache(model, each, ids)
-
-    check()
-
-
-def test_cache_grows_past_its_first_slots_and_keeps_what_it_holds() -> None:
-    cache = TreeCache([LayerKind("full")] * 2, num_slots=0, max_slots=400)
-    expected = []
-    for step in range(5):
-        for layer in range(2):
-            new = torch.randn(1, 2, 150, 4)
-            expected.append((layer, new))
-            keys, values = cache.update(new, -new, layer)
-            whole = torch.cat([part for index, part in expected if index == layer], dim=2)
-            assert torch.equal(keys, whole)
-            assert torch.equal(values, -whole)
-        assert cache.get_seq_length() == 150 * (step + 1)
-
-
-def test_a_cache_is_taken_over_by_copy_and_handed_over_without_one() -> None:
-    theirs = DynamicCache()
-    keys = torch.randn(1, 1, 3, 4)
-    for layer in range(2):
-        theirs.update(keys, -keys, layer)
-    cache = TreeCache([LayerKind("full")] * 2, num_slots=4, max_slots=9)
-    cache.take_over(theirs)
-    assert cache.length == 3
-    new = torch.randn(1, 1, 2, 4)
-    for layer in range(2):
-        cache.update(new, new, layer)
-    assert theirs.get_seq_length() == 3  # an interrupted call leaves it as it was
-    cache.keep([1])
-    for given_cache in (theirs, DynamicCache()):  # one that is filled, one that has no layers yet
-        cache.hand_over(given_cache)
-        assert given_cache.get_seq_length() == 4
-        for layer, mine in zip(given_cache.layers, cache.layers, strict=True):
-            assert torch.equal(layer.keys, torch.cat([keys, new[:, :, 1:]], dim=2))
-            assert layer.keys.data_ptr() == mine.keys.data_ptr()
-
-
 def test_a_layer_with_a_window_holds_little_more_than_its_window() -> None:
     """The whole text goes by; what a query can still see is there, under its own slot."""
     kinds = [LayerKind("windowed", 8), LayerKind("full"), LayerKind("windowed", 8)]
@@ -285,31 +193,6 @@ def test_of_calls_side_by_side_one_proves_for_all(monkeypatch: pytest.MonkeyPatc
         calls = [batcher.submit(THREE[:1] + shift, **call) for shift in range(8)]
         assert {each.result().shape[1] for each in calls} == {THREE.shape[1] + 48}
     assert 1 <= len(alone) <= 3  # one, or those that took the place of one that ended
-
-
-def test_a_windowed_cache_is_taken_over_and_handed_over_as_it_is() -> None:
-    config = tiny_model("mistral").config
-    for length in (3, 20):
-        theirs = DynamicCache(config=config)
-        keys = torch.randn(1, 1, length, 4)
-        for layer in range(3):
-            theirs.update(keys, -keys, layer)
-        cache = TreeCache([LayerKind("windowed", 8)] * 3, num_slots=length + 4, max_slots=60)
-        cache.take_over(theirs)
-        new = torch.randn(1, 1, 4, 4)
-        for layer in range(3):
-            mine, _ = cache.update(new, new, layer)
-            # What `update` returns is what transformers' own would: a window less one, and the new.
-            assert torch.equal(mine, torch.cat([theirs.layers[layer].keys, new], dim=2))
-        cache.keep_all()
-        assert cache.length == length + 4
-        cache.hand_over(theirs)
-        text = torch.cat([keys, new], dim=2)
-        assert theirs.get_seq_length() == length + 4
-        for layer in theirs.layers:
-            assert torch.equal(layer.keys, text[:, :, -7:])
-        plain_keys, _ = theirs.update(new, new, 0)  # and they go on from there
-        assert torch.equal(plain_keys, torch.cat([text[:, :, -7:], new], dim=2))
 
 
 def test_indexer_keys_go_where_the_keys_go() -> None:

@@ -8,19 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.methods import METHODS, Given
-from benchmarks.report import sheet
-from benchmarks.run import BenchSettings, median_of_passes, run_methods, summary_of
+from benchmarks.run import BenchSettings, median_of_passes, run_methods
 from lade.apps.bench.methods import Answer
 from lade.apps.bench.prompts import Prompt, read_prompts
-from lade.apps.bench.report import LOOPS, OVERALL, compared, groups, table
+from lade.apps.bench.report import LOOPS, OVERALL, compared, groups
 from lade.apps.bench.run import MIXED, Result, summarise
 from lade.config import Config
 from lade.models.loading import LoadedModel
-from lade.stats import DecodeStats, SourceStats, Step, ends_in_loop
+from lade.stats import DecodeStats, ends_in_loop
 from tests.lade.tiny import tiny_model
 
 
@@ -106,24 +103,6 @@ def test_summaries_of_batches_count_rows() -> None:
     assert summary.draft_tokens_per_step == 3.0  # and not 4.5
 
 
-def test_rates_and_sources_are_shown_of_methods_that_count_them() -> None:
-    stats = DecodeStats(num_steps=4, draft_sec=0.5)
-    stats.count_row_step(Step([1, 2], 4, 1))
-    stats.count_row_step(Step([1, 2, 3], 2, 2))
-    stats.count_row_step(Step([1], 2, 1))
-    stats.count_row_step(Step([1], 0, 0))
-    stats.sources = {"pool": SourceStats(4, 8, 3, 0.01), "assistant": SourceStats(2, 10, 6, 0.1)}
-    answer = Answer([[1] * 8], 1.0, stats)
-    plain = Answer([[1] * 8], 1.0, DecodeStats(7, 7, num_committed_tokens=7))
-    answers = {"plain": plain, "lade": answer}
-    results = [Result([Prompt("1", "a", "x")], 10, answers, False)] * 2
-    shown = drawn(table(results, ["plain", "lade"], "greedy"), 80)
-    assert [line.split()[-1] for line in shown if "  lade " in line] == ["50%", "50%"]  # 4 of 8
-    assert all(line.endswith("100%") for line in shown if "  plain" in line)
-    summary = summary_of(results, ["plain", "lade"])[OVERALL]
-    assert summary["lade"]["sources"]["pool"]["num_accepted_tokens"] == 6
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -149,32 +128,6 @@ def test_all_methods_make_the_texts_of_plain_in_batches_and_passes(settings: Any
 
 
 # --- what is shown ------------------------------------------------------------------------------
-
-
-def drawn(sheet: Table, width: int) -> list[str]:
-    """Return the lines of a table on a terminal."""
-    console = Console(width=width)
-    with console.capture() as capture:
-        console.print(sheet, crop=False)
-    return [line.rstrip() for line in capture.get().splitlines()]
-
-
-def test_tables_leave_out_what_is_empty_or_said_above() -> None:
-    rows = [
-        [("a", "[x]|y", "10.5", "", "7"), ("a", "differs", "9", "", ""), ("b", "x", "1", "", "")]
-    ]
-    made = sheet("Numbers", ("kind", "text", "draft tokens", "none", "n"), rows, "one")
-    assert drawn(made, 40) == [
-        "Numbers",
-        "text       draft tokens  n",
-        "──────────────────────────",
-        "a",
-        "  [x]|y            10.5  7",
-        "  differs             9",
-        "b",
-        "  x                   1",
-        "one",
-    ]
 
 
 def test_sides_are_held_against_plain() -> None:

@@ -149,9 +149,8 @@ def test_models_without_a_template_and_templates_that_refuse_are_told(chat: Begi
     assert "expected no system prompt" in got.shown
 
 
-@pytest.mark.parametrize(
-    ("line", "reported"),
-    [
+def test_wrong_commands_are_told_and_nothing_is_asked(chat: Begin) -> None:
+    told = [
         ("/hlp", "which /help lists, got /hlp; a space before it makes it a question"),
         ("/load", "expected /load FILE"),
         ("/undo twice", "expected /undo alone, got 'twice' behind it"),
@@ -163,13 +162,11 @@ def test_models_without_a_template_and_templates_that_refuse_are_told(chat: Begi
         ("/load /no/such/a.json", "no such file"),
         ("/temperature hot", "expected a number as temperature, got 'hot'"),
         ("/temperature -1", "expected a finite temperature"),
-    ],
-)
-def test_wrong_commands_are_told_and_nothing_is_asked(
-    chat: Begin, line: str, reported: str
-) -> None:
-    got = chat(f"{line}\r", CTRL_D)
-    assert reported in " ".join(got.shown.split())
+    ]
+    got = chat(*(f"{line}\r" for line, _ in told), CTRL_D)
+    shown, place = " ".join(got.shown.split()), 0
+    for _, reported in told:
+        place = shown.index(reported, place) + 1
     assert " tokens, " not in got.shown
     assert "plain generate ─" not in got.shown
 
@@ -282,9 +279,8 @@ def test_a_conversation_is_saved_and_goes_on_elsewhere(chat: Begin, path: Path) 
     assert Path(f"{path}3").read_text() == Path(f"{path}2").read_text()
 
 
-@pytest.mark.parametrize(
-    ("change", "reported"),
-    [
+def test_a_file_of_something_else_is_refused_and_changes_nothing(chat: Begin, path: Path) -> None:
+    told: list[tuple[dict[str, Any], str]] = [
         ({"system": 3}, "not all of it is text"),
         ({"settings": {"top_p": 7}}, "expected top_p"),
         ({"settings": {"top_k": 0.5}}, "expected top_k to be an integer"),
@@ -296,18 +292,15 @@ def test_a_conversation_is_saved_and_goes_on_elsewhere(chat: Begin, path: Path) 
             "not all of it is text",
         ),
         ({"messages": [3]}, "not subscriptable"),
-    ],
-)
-def test_a_file_of_something_else_is_refused_and_changes_nothing(
-    chat: Begin, path: Path, change: dict[str, Any], reported: str
-) -> None:
-    settings = {"max_new_tokens": 5}
-    content = {"system": None, "settings": settings}
-    path.write_text(json.dumps({**content, "messages": []} | change))
-    shown = chat(f"/load {path}\r", "abc\r", CTRL_D).shown
-    flat = " ".join(shown.split())
-    assert "expected a saved conversation in" in flat
-    assert reported in flat
+    ]
+    content: Any = {"system": None, "settings": {"max_new_tokens": 5}, "messages": []}
+    for number, (change, _) in enumerate(told):
+        Path(f"{path}{number}").write_text(json.dumps(content | change))
+    shown = chat(*(f"/load {path}{each}\r" for each in range(len(told))), "abc\r", CTRL_D).shown
+    flat, place = " ".join(shown.split()), 0
+    for _, reported in told:
+        place = flat.index("expected a saved conversation in", place)
+        place = flat.index(reported, place)
     assert "10 tokens, " in shown
 
 

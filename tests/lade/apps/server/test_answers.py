@@ -48,20 +48,6 @@ def ends(ending: LoadedModel) -> Iterator[Client]:
 # --- texts ----------------------------------------------------------------------------------
 
 
-def test_answers_are_plain_generates(loaded: LoadedModel, client: Client) -> None:
-    answer = client.ask()
-    assert answer["choices"][0]["message"]["content"] == plain_text(loaded)
-    assert (answer["choices"][0]["finish_reason"], answer["model"]) == ("length", "tiny")
-    events = client.stream(stream_options={"include_usage": True})
-    assert text_of(events) == plain_text(loaded)
-    assert events[0]["choices"][0]["delta"] == {"role": "assistant"}
-    assert events[-2]["choices"][0]["finish_reason"] == "length"
-    assert len({each["id"] for each in events}) == 1
-    expected = plain_text(loaded, "What-is", max_new_tokens=30)
-    assert client.text(prompt="What-is", max_tokens=30) == expected
-    assert text_of(client.stream(prompt="What-is", max_tokens=30)) == expected
-
-
 def test_openais_own_client_reads_all_of_it(loaded: LoadedModel, client: Client) -> None:
     asked: Any = {"model": "tiny", "temperature": 0, "max_tokens": 40}
     import openai

@@ -127,11 +127,11 @@ def test_calls_and_thoughts_are_told_apart(kind: str) -> None:
         assert num_prompt("yes") == num_prompt("") + 3  # the prompt also has the text beside a call
 
 
-@pytest.mark.parametrize(
-    ("opens", "said", "thoughts", "text"),
-    [
+#: What is said behind what the prompt ends with: its thoughts and its text.
+SAID: dict[str, list[tuple[str, str, str]]] = {
+    "": [
         *(
-            ("", said, "", said)
+            (said, "", said)
             for said in (
                 "\n\nso\n",
                 'yes<tool_call>{"name":</tool_call>so',
@@ -141,36 +141,38 @@ def test_calls_and_thoughts_are_told_apart(kind: str) -> None:
             )
         ),
         # Blanks behind marks are the template's.
-        ("", "<think>\nhm</think>\n\nso\n", "hm", "so\n"),
-        ("<think>\n", "hm</think>\nso", "hm", "so"),
-        ("<think>\n\n</think>\n\n", "so", "", "so"),
-        ("so", "-is-<end>it", "", "-is-it"),
+        ("<think>\nhm</think>\n\nso\n", "hm", "so\n"),
         # "k" is in the mark as well.
-        ("", "<think>hm</think>k<tool_call>[1]</tool_call>k", "hm", "k<tool_call>[1]</tool_call>k"),
+        ("<think>hm</think>k<tool_call>[1]</tool_call>k", "hm", "k<tool_call>[1]</tool_call>k"),
     ],
-)
-def test_texts_are_the_models_own_whole_and_streamed(
-    opens: str, said: str, thoughts: str, text: str
-) -> None:
+    "<think>\n": [("hm</think>\nso", "hm", "so")],
+    "<think>\n\n</think>\n\n": [("so", "", "so")],
+    "so": [("-is-<end>it", "", "-is-it")],
+}
+
+
+@pytest.mark.parametrize("opens", SAID)
+def test_texts_are_the_models_own_whole_and_streamed(opens: str) -> None:
     """Nothing is lost, said twice, or the prompt's; what looks like a call and is none is text."""
     with calling("qwen3", opens=opens) as (client, written):
-        written[:] = [said]
-        (choice,) = client.ask(tools=TOOLS, max_tokens=90)["choices"]
-        assert choice["message"]["content"] == text
-        assert choice["message"].get("reasoning_content", "") == thoughts
-        events = client.stream(tools=TOOLS, max_tokens=90)
-        assert text_of(events) == text
-        deltas = [each["choices"][0]["delta"] for each in events]
-        assert "".join(each.get("reasoning_content", "") for each in deltas) == thoughts
-        assert events[-1]["choices"][0]["finish_reason"] == choice["finish_reason"] == "stop"
+        for said, thoughts, text in SAID[opens]:
+            written[:] = [said]
+            (choice,) = client.ask(tools=TOOLS, max_tokens=90)["choices"]
+            assert choice["message"]["content"] == text
+            assert choice["message"].get("reasoning_content", "") == thoughts
+            events = client.stream(tools=TOOLS, max_tokens=90)
+            assert text_of(events) == text
+            deltas = [each["choices"][0]["delta"] for each in events]
+            assert "".join(each.get("reasoning_content", "") for each in deltas) == thoughts
+            assert events[-1]["choices"][0]["finish_reason"] == choice["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize("num_more", [0, 1, 9])
-def test_an_answer_that_is_cut_within_a_later_call_says_so(num_more: int) -> None:
+def test_an_answer_that_is_cut_within_a_later_call_says_so() -> None:
     call = CALLS["qwen3"].partition("</think>")[2]
     with calling("qwen3", marks=">x<") as (client, written):  # ends one call and begins the next
         written[:] = [call + "x" + call]
-        for max_tokens in (len(call) + num_more, 199):
+        for num_more in (0, 1, 9, 199):
+            max_tokens = min(len(call) + num_more, 199)
             is_cut = max_tokens < 199
             (choice,) = client.ask(tools=TOOLS, max_tokens=max_tokens)["choices"]
             events = client.stream(tools=TOOLS, max_tokens=max_tokens)
@@ -225,8 +227,7 @@ def closed(tool: Json, **more: Any) -> Json:
     return function(named["name"], {**named["parameters"], "additionalProperties": False, **more})
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
-@pytest.mark.parametrize("marks", ["", MARKS], ids=["text", "tokens"])
+@pytest.mark.parametrize(("kind", "marks"), [("qwen3", MARKS), ("qwen3_5", "")])
 def test_a_named_tool_is_called_as_langchain_asks(kind: str, marks: str) -> None:
     """With arguments as a JSON object, or each in tags."""
     few = {"type": "array", "items": {"$ref": "#/$defs/age"}, "maxItems": 2}
@@ -251,49 +252,42 @@ def test_a_named_tool_is_called_as_langchain_asks(kind: str, marks: str) -> None
         assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.parametrize(
-    ("text", "is_kept"),
-    [
-        ("so", True),
-        ("", True),
-        ("<b>\n</b>", True),
-        ("</parameter>\n<parameter=b>2", False),
-        ("</function></tool_call>", False),
-    ],
-)
-def test_a_string_in_tags_stands_as_it_is_and_cannot_end_a_call(text: str, is_kept: bool) -> None:
+def test_a_string_in_tags_stands_as_it_is_and_cannot_end_a_call() -> None:
     tool = function("f", {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}}})
+    asked: Json = {"tools": [tool], "tool_choice": "required", "max_tokens": 120}
     with calling("qwen3_5") as (client, written):
-        written[:] = [f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n"]
-        written.append("</function>\n</tool_call>")
-        asked: Json = {"tools": [tool], "tool_choice": "required", "max_tokens": 120}
-        if is_kept:
-            (call,) = client.ask(**asked)["choices"][0]["message"]["tool_calls"]
-            assert json.loads(call["function"]["arguments"]) == {"a": text}
-        else:
-            assert client.error(**asked)["param"] == "response_format"
+        for text, is_kept in (
+            ("so", True),
+            ("", True),
+            ("<b>\n</b>", True),
+            ("</parameter>\n<parameter=b>2", False),
+            ("</function></tool_call>", False),
+        ):
+            written[:] = [f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n"]
+            written.append("</function>\n</tool_call>")
+            if is_kept:
+                (call,) = client.ask(**asked)["choices"][0]["message"]["tool_calls"]
+                assert json.loads(call["function"]["arguments"]) == {"a": text}
+            else:
+                assert client.error(**asked)["param"] == "response_format", text
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"properties": {"a": {"type": "string", "pattern": "b"}}},
-        {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "integer"}]}}},
-        {"properties": {"a": {"type": ["string", "null"]}}},
-        {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"type": "string"}}},
-        {"properties": {"a": {"enum": [1]}}},
-        {"properties": {"a": True}},
-        {"properties": {"a>": {"type": "integer"}}},
-        {"properties": {"a": {"type": "integer"}}, "minProperties": 1},
-        {"required": ["a"]},
-        {"properties": [1]},
-    ],
-    ids=str,
-)
-def test_parameters_that_tags_cannot_keep_are_refused(changed: Json) -> None:
+def test_parameters_that_tags_cannot_keep_are_refused() -> None:
     with calling("qwen3_5") as (client, _):
-        asked: Json = {"tools": [function("f", changed)], "tool_choice": "required"}
-        assert client.error(**asked)["param"] == "tools"
+        for changed in (
+            {"properties": {"a": {"type": "string", "pattern": "b"}}},
+            {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "integer"}]}}},
+            {"properties": {"a": {"type": ["string", "null"]}}},
+            {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"type": "string"}}},
+            {"properties": {"a": {"enum": [1]}}},
+            {"properties": {"a": True}},
+            {"properties": {"a>": {"type": "integer"}}},
+            {"properties": {"a": {"type": "integer"}}, "minProperties": 1},
+            {"required": ["a"]},
+            {"properties": [1]},
+        ):
+            asked: Json = {"tools": [function("f", changed)], "tool_choice": "required"}
+            assert client.error(**asked)["param"] == "tools", changed
 
 
 def test_some_tool_is_called_where_that_is_required() -> None:
@@ -333,8 +327,7 @@ def test_beside_a_schema_there_is_an_answer_of_it_or_a_call(kind: str) -> None:
         assert client.error(**asked | {"response_format": named})["param"] == "response_format"
 
 
-@pytest.mark.parametrize("marks", ["", "<think> </think>"], ids=["text", "tokens"])
-@pytest.mark.parametrize("opens", ["", "<think>"])
+@pytest.mark.parametrize(("opens", "marks"), [("", "<think> </think>"), ("<think>", "")])
 def test_a_model_that_thinks_may_do_so_before_it_is_made_to_call(opens: str, marks: str) -> None:
     may_think = "{# <think> #}"
     with calling("qwen3", marks=marks, opens=opens, more=may_think) as (client, written):
