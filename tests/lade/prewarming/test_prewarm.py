@@ -16,7 +16,7 @@ import lade
 from lade.drafting.tables import path_of_table
 from ngram_pool import NGramPool
 from tests.lade.both import ONE, same_as_generate
-from tests.lade.tiny import MAMBA2, tiny_model
+from tests.lade.tiny import MAMBA2, by_last_token, tiny_model
 
 
 def prewarm(model: Any, folder: Path | None = None, max_tokens: int = 3000, **options: Any) -> Any:
@@ -58,21 +58,20 @@ def test_a_pair_has_the_successors_that_the_model_tells(family: str, tmp_path: P
 
 
 def test_the_next_call_drafts_from_it_and_says_the_same() -> None:
-    model = tiny_model("llama", seed=1)
-    config = lade.Config(max_draft_tokens=4)
+    model = by_last_token(tiny_model("llama", seed=1))
 
-    def num_drafted(pool: lade.NGramPool | None = None) -> int:
+    def mean_accepted(pool: lade.NGramPool | None = None) -> float:
+        config = lade.Config(max_draft_tokens=4)
         _, got = same_as_generate(model, ONE, config=config, pool=pool)
-        num: int = got.stats.num_draft_tokens
-        return num
+        return float(got.stats.mean_accepted_tokens)
 
-    before = num_drafted()
+    before = mean_accepted()
     made = prewarm(model)
-    assert min(num_drafted(), num_drafted(lade.NGramPool().as_read_only())) > before
+    assert min(mean_accepted(), mean_accepted(lade.NGramPool().as_read_only())) > 1.1 * before
     assert made.num_contexts == len(contents(made.path))
     made.path.unlink()
-    model = tiny_model("llama", seed=1)
-    assert num_drafted() == before
+    model = by_last_token(tiny_model("llama", seed=1))
+    assert mean_accepted() <= 1.1 * before
 
 
 def test_a_run_adds_to_the_one_before_and_ends_after_so_many_tokens(tmp_path: Path) -> None:
