@@ -86,10 +86,14 @@ class PackedLinear(_Packed, nn.Linear):
         step, wide = max(_NUM_UNPACKED // self.in_features, 1), inputs.float()
         if self.weight.is_floating_point() and torch.is_grad_enabled():  # it may be trained
             return functional.linear(wide, self.weight.float(), self.bias).to(inputs.dtype)
-        parts, blocks = [], self.blocks
+        parts, blocks, rows = [], self.blocks, None
+        if not torch.is_grad_enabled():  # else gradients want each part's rows
+            # Of the heap, parts would take the beginning of the rows before: 2 GB of an 8B's head.
+            shape = min(step, len(blocks)), self.in_features
+            rows = torch.empty(shape, dtype=torch.float32, device="cpu")
         for start in range(0, self.out_features, step):
             packed = blocks[start : start + step]
-            parts.append(functional.linear(wide, unpacked(packed, self.ggml_type)))
+            parts.append(functional.linear(wide, unpacked(packed, self.ggml_type, rows)))
         results = torch.cat(parts, dim=-1)
         return (results if self.bias is None else results + self.bias).to(inputs.dtype)
 
@@ -197,15 +201,17 @@ def formats_of(model: nn.Module) -> list[str]:
     return sorted(words.BLOCKS[format_][0] for format_ in found)
 
 
-def unpacked(weight: Tensor, format_: int) -> Tensor:
-    """Return packed rows as float32 [rows, numbers of a row]."""
+def unpacked(weight: Tensor, format_: int, rows: Tensor | None = None) -> Tensor:
+    """Return packed rows as float32 [rows, numbers of a row], in the memory of `rows` if it can."""
     if format_ == FORMATS[torch.float32]:
         return weight.view(torch.float32)
     if weight.is_floating_point():
         return weight.float()
     has_rows = is_plain(weight, torch.uint8) and weight.numel() > 0
     function = function_of(weight, format_) if has_rows else None
-    return _by_reference(weight, format_) if function is None else _by_function(weight, function)
+    if function is None:
+        return _by_reference(weight, format_)
+    return _by_function(weight, function, rows)
 
 
 def _by_reference(weight: Tensor, format_: int) -> Tensor:
@@ -219,9 +225,11 @@ def _by_reference(weight: Tensor, format_: int) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(rows, np.float32)).to(weight.device)
 
 
-def _by_function(weight: Tensor, function: "Function") -> Tensor:
+def _by_function(weight: Tensor, function: "Function", rows: Tensor | None = None) -> Tensor:
     num = weight.shape[1] // function.bytes * function.numbers
-    rows = torch.empty((len(weight), num), dtype=torch.float32, device="cpu")
+    if rows is None:
+        rows = torch.empty((len(weight), num), dtype=torch.float32, device="cpu")
+    rows = rows[: len(weight)]
     address, step = weight.data_ptr(), weight.shape[1]
     function.call(0, 0, 0, address, step, len(weight), rows.data_ptr(), 4 * num, num, 0, 0)
     return rows

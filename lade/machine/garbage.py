@@ -1,11 +1,10 @@
-"""Garbage collection, postponed while many lasting objects are made, and memory given back.
+"""Python's garbage collection, postponed while many lasting objects are made.
 
 Imports and compilation make hundreds of thousands of objects. Meanwhile each full collection visits
 all objects of the process: torch, transformers and the model's modules. In the first call of a
 process, this is a third of the time outside of forward passes.
 """
 
-import ctypes
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +23,3 @@ def without_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def return_memory() -> None:
-    """Give freed memory back to the system; glibc keeps that of small blocks for the process."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

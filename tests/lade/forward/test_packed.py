@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import lade
 from lade.forward import _digits, _packed
@@ -294,3 +295,23 @@ def test_activations_in_16_bits_leave_packed_weights_to_their_layers(tmp_path: P
     model = load_gguf(tmp_path / "model.gguf").to(torch.bfloat16)
     assert kernels() is not None
     assert forwards_for(model) is None
+
+
+def test_a_large_layer_is_unpacked_part_by_part_in_one_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory of its own for each part grew the heap by the whole weight."""
+    weight = blocks("Q8_0", 9000, 1024)
+    layer = PackedLinear(nn.Parameter(torch.from_numpy(weight), False), NUMBERS["Q8_0"], 1024)
+    inputs, linear, places = torch.randn(3, 1024), functional.linear, set[int]()
+
+    def noted(given: torch.Tensor, rows: torch.Tensor, *bias: Any) -> torch.Tensor:
+        places.add(rows.data_ptr())
+        return linear(given, rows, *bias)
+
+    monkeypatch.setattr(functional, "linear", noted)
+    with torch.no_grad(), made_whole():
+        results = layer(inputs)
+    assert len(places) == 1
+    last = inputs @ torch.from_numpy(whole(weight[-9:], "Q8_0")).T
+    assert torch.allclose(results[:, -9:], last, rtol=1e-4, atol=1e-5)
