@@ -202,7 +202,7 @@ $(OLDEST)/.dev: pyproject.toml constraints-oldest.txt | $(OLDEST)/bin/python
 	$(OLDEST)/bin/$(PIP) --constraint constraints-oldest.txt --editable ".[dev]"
 	@touch $@
 
-# Of torch the last release whose wheel for ARM is without CUDA on a package index. Nothing of Debian's is configured.
+# torch 2.10 is the last release with a wheel for ARM without CUDA. The packages of Debian are unpacked, not set up.
 $(ARM)/.dev: constraints.txt
 	rm -rf $(ARM)
 	debootstrap --foreign --variant=minbase --arch=arm64 --include=python3,libgomp1,libstdc++6 bookworm $(ARM)/root
@@ -211,7 +211,7 @@ $(ARM)/.dev: constraints.txt
 		$(PYTHON) -m pip install --quiet --target $(ARM)/packages --python-version 3.11 --only-binary=:all: \
 			$(foreach kind,2_28 2_17,--platform manylinux_$(kind)_aarch64) --platform manylinux2014_aarch64 $$each || exit 1; done
 	@touch $@
-ARM_PACKAGES := transformers numba sortedcontainers safetensors platformdirs gguf rich typer prompt-toolkit psutil \
+ARM_PACKAGES := transformers numba sortedcontainers safetensors platformdirs gguf rich typer prompt-toolkit \
 	hypothesis pytest pytest-xdist filelock sympy networkx jinja2 fsspec greenlet
 
 # vLLM's build for CPUs wants packages for images and sound that fail beside it.

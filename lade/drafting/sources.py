@@ -140,8 +140,8 @@ class Source:
     either, as a check takes half as long as drafting.
 
     Args:
-        drafter: a drafter or a pool, of which that of the call is made, or a logits processor that
-            knows a grammar.
+        drafter: a drafter or a pool, from which the drafter of the call is made, or a logits
+            processor that knows a grammar.
         name: name in statistics and in the warning.
         call: the call.
         is_strict: whether exceptions are raised, for authors of drafters.

@@ -87,8 +87,9 @@ class PackedLinear(_Packed, nn.Linear):
         if self.weight.is_floating_point() and torch.is_grad_enabled():  # it may be trained
             return functional.linear(wide, self.weight.float(), self.bias).to(inputs.dtype)
         parts, blocks, rows = [], self.blocks, None
-        if not torch.is_grad_enabled():  # else gradients want each part's rows
-            # Of the heap, parts would take the beginning of the rows before: 2 GB of an 8B's head.
+        if not torch.is_grad_enabled():  # gradients want the rows of each part
+            # With memory of its own for each part, 2 GB for an 8B's head: the results of a part
+            # lie where its rows were, and the next rows fit there no longer.
             shape = min(step, len(blocks)), self.in_features
             rows = torch.empty(shape, dtype=torch.float32, device="cpu")
         for start in range(0, self.out_features, step):

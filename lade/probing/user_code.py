@@ -53,7 +53,9 @@ _SITES = tuple(
 # If user code replaces one of these, `generate` runs another loop than lade's: methods of a model,
 # functions of torch, and all of caches, since lade has its own caches and rolls them back.
 _OF_LOOP = (
-    *("_prefill", "_sample", "_update_model_kwargs_for_generation"),
+    "_prefill",
+    "_sample",
+    "_update_model_kwargs_for_generation",
     "prepare_inputs_for_generation",
 )
 _CHOOSING = {(functional, "softmax"), (torch, "multinomial"), (torch, "argmax")}
@@ -208,7 +210,8 @@ def user_code_around() -> str | None:
 def user_loop_of(model: Model) -> str | None:
     """Return why user code makes the loop of `generate` differ from lade's, or None."""
     for name in _OF_LOOP:
-        on_instance = vars(model) if name != "_sample" else {}  # which is asked of the class alone
+        # `generate` asks the class alone for `_sample`.
+        on_instance = vars(model) if name != "_sample" else {}
         method = plain_of(on_instance.get(name, getattr(type(model), name, None)))
         # A user's class may have inherited it.
         is_installed = isinstance(method, FunctionType) and _is_installed(method)
