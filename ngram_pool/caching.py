@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile
+from numba.core.runtime import rtsys
 
 _locators: list[Any] = CompileResultCacheImpl._locator_classes
 [_InTree] = [each for each in _locators if each.__name__.endswith("InTreeCacheLocator")]
@@ -75,7 +76,7 @@ class KernelCache(FunctionCache):  # type: ignore[misc]
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the compiled function for a signature, or None."""
-        target_context.refresh()
+        rtsys.initialize(target_context)  # all that code from the disk needs of Numba
         key = self._index_key(sig, target_context.codegen())
         for files in self._readable:
             try:

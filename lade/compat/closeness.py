@@ -71,6 +71,8 @@ def distance(logits: Tensor, reference: Tensor) -> float:
 def difference(mine: Tensor, theirs: Tensor) -> float:
     """Return the largest difference; infinite if one is infinite or NaN where the other is not."""
     apart = (mine.double() - theirs.double()).abs()
+    if math.isfinite(found := float(apart.max())):
+        return found
     apart = apart.masked_fill((mine == theirs) | (mine.isnan() & theirs.isnan()), 0.0)
     return float(apart.nan_to_num(math.inf, math.inf).max())
 

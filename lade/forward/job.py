@@ -35,6 +35,7 @@ from lade.forward.comparing import Forward, UnsupportedForwardError, require, wh
 from lade.forward.linear import MOST_TOKENS, Products, is_plain, kernels
 from lade.forward.packed import (
     PackedLinear,
+    is_whole,
     made_whole,
 )
 from lade.forward.reading import (
@@ -159,19 +160,24 @@ class FusedForwards:
         files = (f"{type(each).__module__}." for each in model.modules())
         self._is_unchanged = None if all(x.startswith(_HOMES) for x in files) else is_unchanged
 
-    def settle(self, by_torch: Forward, by_job: Forward) -> None:
+    def settle(self, run: Forward, timed: Forward) -> None:
         """Compare jobs with the model's own forward, in results and in time; once.
 
         Args:
-            by_torch: returns the logits [1, num_tokens, vocab_size] of the first tokens of a text,
-                by the model's own forward; the tokens leave no trace in its cache.
-            by_job: returns the same by a job.
+            run: returns the logits [1, num_tokens, vocab_size] of the first tokens of a text by a
+                view; the tokens leave no trace in its cache.
+            timed: does the same, and notes the time.
         """
-        reason = why_wrong(by_torch, by_job, self._limit, self._weights.sizes["num_chosen"] > 0)
+
+        def by_torch(num_tokens: int) -> Tensor:
+            with made_whole():  # packed weights: else a job would be held against itself
+                return run(num_tokens)
+
+        reason = why_wrong(by_torch, timed, self._limit, self._weights.sizes["num_chosen"] > 0)
         self.why_not = self.why_not or reason  # jobs may have failed
         if self.is_packed or self.why_not is not None:
             return
-        self._is_slow = self._are_slow(by_torch, by_job)
+        self._is_slow = self._are_slow(by_torch, timed)
 
     def _are_slow(self, by_torch: Forward, by_job: Forward) -> bool:
         """Return whether jobs of a few tokens are slower than the model's own forwards."""
@@ -238,7 +244,7 @@ class FusedForwards:
 
     def _choose(self, request: _JobRequest, by_torch: Callable[[], Any], cache: Any) -> Any:
         """Run a forward by a job, unless that is slower or wrong; by the model if the job fails."""
-        if self.why_not is not None or self._is_slow:
+        if self.why_not is not None or self._is_slow or is_whole():
             return by_torch()
         with Attempt() as attempt:  # what it has written does not count yet
             logits = self._by_job(request)

@@ -23,7 +23,7 @@ from lade.forward.linear import FORMATS, Products, is_plain, kernels
 
 _NUM_CHECKED = 2**18  # numbers that are unpacked in both ways when a format is first used
 _TOLERANCE = 2**-16  # of the largest result
-_NUM_UNPACKED = 2**20  # numbers that are unpacked at once: little memory
+_NUM_UNPACKED = 2**18  # numbers that are unpacked at once: they stay in the second cache
 
 
 class _Packed(nn.Module):
@@ -75,7 +75,7 @@ class PackedLinear(_Packed, nn.Linear):
     def forward(self, inputs: Tensor) -> Tensor:
         """Return float32 sums, rounded to the format of the inputs, [..., out_features]."""
         function, products = None, _products()
-        if not vars(_whole).get("is_on") and _is_plain_call(inputs, self.weight):
+        if not is_whole() and _is_plain_call(inputs, self.weight):
             function = function_of(self.blocks, self.ggml_type)
         if function is None or products is None:
             return self._by_torch(inputs)
@@ -322,10 +322,15 @@ def _is_plain_call(inputs: Tensor, weight: Tensor) -> bool:
 _whole = threading.local()
 
 
+def is_whole() -> bool:
+    """Return whether this thread runs by torch; see `made_whole`."""
+    return bool(vars(_whole).get("is_on"))
+
+
 @contextmanager
 def made_whole() -> Iterator[None]:
-    """Run packed layers by torch in this thread, as the reference of comparisons."""
-    before = vars(_whole).get("is_on", False)
+    """Run forwards and packed layers by torch in this thread, as the reference of comparisons."""
+    before = is_whole()
     _whole.is_on = True
     try:
         yield

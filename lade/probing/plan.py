@@ -1,6 +1,6 @@
 """How a call is decoded: the best exact verification method, and whether lade's kernels run it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,6 @@ from lade.config import SPECULATING, Config, Execution, Verification
 from lade.drafting.drafts import chain
 from lade.errors import UnsupportedModelError
 from lade.forward.job import FusedForwards
-from lade.forward.packed import made_whole
 from lade.probing.factory import VerificationPlan
 from lade.probing.profile import (
     CacheKind,
@@ -38,10 +37,11 @@ from lade.targets.layout import takes_parts
 from lade.targets.trees import TreeTarget
 from lade.tree import Tree
 
-# Tokens of the forward passes that are timed at first, and seconds after which they are not timed
-# a second time: a busy machine disturbs short ones.
+# Tokens of the text before, of the forward passes that are timed at first, and seconds after which
+# they are not timed once more: a busy machine disturbs short ones.
+_NUM_BEFORE = 6
 _TIMED = (1, 8, 24)
-_ENOUGH_SEC = 1.0
+_ENOUGH_SEC = 0.5
 NO_ROWS = "rows of a batch are verified as trees"
 
 
@@ -198,37 +198,35 @@ def _try_out(
     """
     model = apart(model)  # forwards may change attributes and buffers
     token_ids, settings = check_tokens(model), (GenerationConfig(), chosen.attention)
-    ids, nodes = torch.tensor([token_ids], dtype=torch.int64, device="cpu"), token_ids[::-1] * 8
+    nodes = token_ids[::-1] * 2
+    ids = torch.tensor([token_ids[:_NUM_BEFORE]], dtype=torch.int64, device="cpu")
+    costs = profile.step_costs(chosen.verification, chosen.execution, chosen.is_fast)
+    of_one_row = costs.setdefault(1, Seconds())
 
-    def prefilled(fast_views: FusedForwards | None) -> Callable[[int], Tensor]:
-        layout = profile.layout_of(model)
-        target = TreeTarget(model, ids, {}, layout, len(nodes), *settings, fast_views)
-        target.prefill(is_plain=True)
+    def run(num_tokens: int) -> Tensor:
+        tree = Tree.build(nodes[0], chain(nodes[1:num_tokens]))
+        logits = target.forward(target.inputs([tree]))
+        target.discard()
+        return logits
 
-        def run(num_tokens: int) -> Tensor:
-            tree = Tree.build(nodes[0], chain(nodes[1:num_tokens]))
-            logits = target.forward(target.inputs([tree]))
-            target.discard()
-            return logits
-
-        return run
+    def timed(num_tokens: int) -> Tensor:
+        begin = perf_counter()
+        logits = run(num_tokens)
+        of_one_row.record(num_tokens, perf_counter() - begin)
+        return logits
 
     seeds = unchanged_random_state(model, profile)
     with Attempt() as attempt, torch.no_grad(), seeds:
-        run = prefilled(views)
-        if views is not None:
-            by_torch = prefilled(None)
-            with made_whole():  # packed weights: else a job would be held against itself
-                views.settle(by_torch, run)
-        costs = profile.step_costs(chosen.verification, chosen.execution, chosen.is_fast)
-        of_one_row = costs.setdefault(1, Seconds())
+        layout = profile.layout_of(model)
+        target = TreeTarget(model, ids, {}, layout, len(nodes), *settings, views)
+        target.prefill(is_plain=True)
         since = perf_counter()
-        for num_tokens in 2 * _TIMED:
-            begin = perf_counter()
-            if begin - since > _ENOUGH_SEC and num_tokens == _TIMED[0]:
+        if views is not None:
+            views.settle(run, timed)
+        for num_tokens in _TIMED if views is not None else 2 * _TIMED:
+            if perf_counter() - since > _ENOUGH_SEC and num_tokens == _TIMED[0]:
                 break
-            run(num_tokens)
-            of_one_row.record(num_tokens, perf_counter() - begin)
+            timed(num_tokens)
     if views is not None:
         views.why_not = views.why_not or attempt.failure
 
