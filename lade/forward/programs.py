@@ -210,11 +210,12 @@ class TokenRows:
         operands = node.ins[1:] if name == "copy" else node.ins[: 1 if name in MOVES else None]
         if name in CHOICES and len(node.outs) > 1 and value.place == 0:
             operands = [*operands, node.outs[1]]  # values are read where their indices say
-        key = str(tree_map(_described, (node.args, node.kwargs))), value.shape, value.tensor.dtype
+        given = str(_described((node.args, [*node.kwargs.items()])))
         fixed = [] if name not in MOVES else node.ins[1:]  # by which numbers are looked up
         require(all(map(self._is_fixed, fixed)), f"torch's {name} looks up by the text")
         looked = (each.tensor.numpy().tobytes() for each in fixed)
-        key = node.func, value.place, *key, *(id(self.layout(each)) for each in operands), *looked
+        made = node.func, value.place, given, value.shape, value.tensor.dtype
+        key = *made, *(id(self.layout(each)) for each in operands), *looked
         if key not in self._alike:
             if name in MOVES and not is_cast:
                 found = self._of_move(node, value)
@@ -386,7 +387,9 @@ def _memory(tensor: Tensor) -> Table:
 
 
 def _described(each: Any) -> Any:
-    return (each.shape, each.node is None and id(each)) if type(each) is Value else each
+    if isinstance(each, (list, tuple)):
+        return [*map(_described, each)]
+    return each.shape if type(each) is Value else each
 
 
 def _axis_of(tokens: Table) -> int:

@@ -7,7 +7,7 @@ program, or does not fit into a layer of a job, raises `UnsupportedForwardError`
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -215,24 +215,27 @@ def read(model: Model) -> DecoderPlan:
         UnsupportedForwardError: no plan describes the model, or user code takes part.
     """
     text = model.config.get_text_config(decoder=True)
-    watched = watch(model)
-    plan = _of_model(watched, model)
-    # What is read must hold for every text: of another length, at other positions.
-    is_same = plan == _of_model(watch(model, is_other=True), model)
-    require(is_same, "its forward depends on the text in another way than by rows")
     placeholders = [each for each in placeholders_of(model) if each < text.vocab_size]
-    if placeholders:
-        names = {module: name for name, module in model.named_modules()}
-        embedding = watched.view.get_submodule(names[plan.embeddings[0]])
-        plan = plan._replace(replaced=_replaced(watched.view, embedding, placeholders))
+    with closing(watch(model)) as watched:
+        plan, replaced = _of_model(watched, model), ()
+        if placeholders:
+            names = {module: name for name, module in model.named_modules()}
+            embedding = watched.view.get_submodule(names[plan.embeddings[0]])
+            replaced = _replaced(watched.view, embedding, placeholders)
+    # What is read must hold for every text: of another length, at other positions.
+    with closing(watch(model, is_other=True)) as watched:
+        is_same = plan == _of_model(watched, model)
+    require(is_same, "its forward depends on the text in another way than by rows")
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(plan.layers)
     _require_spans(model, kinds, plan.spans)
-    return plan._replace(kinds=tuple(kinds))
+    return plan._replace(kinds=tuple(kinds), replaced=replaced)
 
 
 def _of_model(watched: Watched, model: Model) -> DecoderPlan:
     """Return the plan of a watched forward, with the model's own modules."""
-    plan = _Reader(watched, attention_of(model)).plan()
+    reader = _Reader(watched, attention_of(model))
+    plan = reader.plan()
+    vars(reader).clear()  # it and its rows refer to each other
     # A job calls the embedding, too.
     called = {*plan.modules, *plan.embeddings}
     view = watched.view

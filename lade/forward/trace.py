@@ -5,6 +5,7 @@ be of any kind; only what a program of rows (`programs.py`) is made of must be k
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,8 +52,7 @@ class Node:
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func, self.args, self.kwargs, self.name = func, args, kwargs, "overwritten"
         if func is not None:
-            name = str(func.overloadpacket).split(".", 1)[-1]
-            self.name = name.rstrip("_") if func._schema.is_mutable else name
+            self.name = _name_of(func)
         given = _leaves((*args, *kwargs.values()))
         self.ins = [each for each in given if type(each) is Value]
         self.outs: list[Value] = []
@@ -76,6 +76,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def made_by(self, *names: str) -> list[Value]:
         """Return what some operators made, by their names."""
         return [each for each in self.seen if each.node is not None and each.node.name in names]
+
+    def forget(self) -> None:
+        """Drop all values, and what they were made of."""
+        for each in self.seen:
+            del each.tensor, each.node
+        self._values, self._sharing, self.seen, self.asked = {}, {}, [], []
 
     def _keep(self, value: Value) -> Value:
         self.seen.append(value)
@@ -110,6 +116,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(each, (list, tuple)):
             return type(each)(map(self._given, each))
         return self.value(each) if isinstance(each, Tensor) else each
+
+
+@cache
+def _name_of(func: Any) -> str:
+    name = str(func.overloadpacket).split(".", 1)[-1]
+    return name.rstrip("_") if func._schema.is_mutable else name
 
 
 def _leaves(given: Iterable[Any]) -> Iterator[Any]:

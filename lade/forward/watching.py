@@ -68,6 +68,7 @@ class Called(NamedTuple):
     out: Any
     given: list[Value]  # the tensors among its arguments, as they were when it began
     made: list[Value]  # the tensors that it gave
+    seen: slice  # what was seen meanwhile, in the trace
 
 
 class Attended(NamedTuple):
@@ -94,6 +95,14 @@ class Watched(NamedTuple):
     logits: Tensor
     hooked: set[nn.Module]  # modules of the view that have hooks in the model
     trace: Trace
+
+    def close(self) -> None:
+        """Free the memory of stand-ins and results, which cycles would keep: of an 8B, 0.7 GB."""
+        self.calls.clear()
+        self.attended.clear()
+        self.trace.forget()
+        for module in [*self.view.modules()]:
+            vars(module).clear()
 
 
 def _attend(
@@ -139,14 +148,17 @@ def watch(model: Model, *, is_other: bool = False) -> Watched:
     calls: dict[nn.Module, list[Called]] = {}
     kinds: set[tuple[nn.Module, type]] = set()
 
-    begun: list[list[Value]] = []
+    begun: list[tuple[list[Value], int]] = []
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-        begun.append([*map(_trace.get().value, tensors_of((args, kwargs)))])
+        given = [*map(_trace.get().value, tensors_of((args, kwargs)))]
+        begun.append((given, len(_trace.get().seen)))
 
     def note(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         made = [*map(_trace.get().value, tensors_of(out))]
-        calls.setdefault(module, []).append(Called(args, kwargs, out, begun.pop(), made))
+        given, first = begun.pop()
+        seen = slice(first, len(_trace.get().seen))
+        calls.setdefault(module, []).append(Called(args, kwargs, out, given, made, seen))
         kinds.add((module, type(module)))
 
     for module in view.modules():
