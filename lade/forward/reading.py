@@ -46,6 +46,7 @@ _HONOURED = {
     "logits_to_keep",
 }
 _LINEARS = (nn.Linear, PackedLinear)
+_TOLD = {bool, int, float, str, type(None), torch.dtype, torch.device}  # compared as they print
 _LATER = {words.KEPT_TOKENS: words.KEPT_ROWS}  # tokens of programs behind products of some
 
 
@@ -245,7 +246,7 @@ def _of_model(watched: Watched, model: Model) -> DecoderPlan:
     is_free = watched.hooked.isdisjoint(plan.modules)
     require(is_free or gives_states, "its layers have hooks, and give more than states")
     originals = dict(zip(view.modules(), model.modules(), strict=True))
-    of_model: DecoderPlan = _with_originals(plan, originals)
+    of_model: DecoderPlan = _with_others(plan, originals)
     return of_model
 
 
@@ -281,16 +282,16 @@ def _replaced(
     return tuple(pair for pair in pairs if pair[0] != pair[1])
 
 
-def _with_originals(value: Any, originals: dict[Any, Any]) -> Any:
-    """Return a plan with the model's modules instead of those of a view."""
+def _with_others(value: Any, others: dict[Any, Any]) -> Any:
+    """Return a plan with other modules: the model's own, or those of a layer that is alike."""
     if isinstance(value, nn.Module):
-        return originals[value]
+        return others.get(value, value)
     if not isinstance(value, tuple):
         return value
-    if id(value) not in originals:  # one object stays one
-        parts = [_with_originals(each, originals) for each in value]
-        originals[id(value)] = tuple(parts) if type(value) is tuple else type(value)(*parts)
-    return originals[id(value)]
+    if id(value) not in others:  # one object stays one
+        parts = [_with_others(each, others) for each in value]
+        others[id(value)] = tuple(parts) if type(value) is tuple else type(value)(*parts)
+    return others[id(value)]
 
 
 class _Reader:
@@ -445,13 +446,22 @@ class _Reader:
         require(is_free, "its code depends on numbers of its parameters")
         ahead = self._embedding(states), *self._inputs(modules, states)
         names = {module: name for name, module in self._view.named_modules()}
-        layers = []
+        layers, alike = list[LayerPlan](), list[Any]()
         for self._number, module in enumerate(modules):
+            alike.append(self._likeness(module, by_layer.get(module)))
+            first = alike.index(alike[-1])
             try:
-                layer, states = self._layer(module, by_layer.get(module), states)
+                states = self._begun(module, states)
+                if first < self._number:
+                    pairs = zip(modules[first].modules(), module.modules(), strict=True)
+                    layers.append(_with_others(layers[first], dict(pairs)))
+                    self._keys.setdefault(by_layer[module].key, self._number)
+                else:
+                    layers.append(self._layer(module, by_layer.get(module), states))
             except UnsupportedForwardError as error:
                 raise UnsupportedForwardError(f"{names[module]}: {error}") from None
-            layers.append(layer)
+            states = self._value_made(module)
+            self._rows.give(states, 1)
         head: Any = self._view.get_output_embeddings()
         require(type(head) in _LINEARS and head in self._calls, "its head is not a linear layer")
         last = *self._before_head(head, states), self._of_head(head)
@@ -527,14 +537,57 @@ class _Reader:
 
     # --- a layer ----------------------------------------------------------------------------------
 
-    def _layer(
-        self, layer: nn.Module, attended: Attended | None, states: Value
-    ) -> tuple[LayerPlan, Value]:
-        """Return the plan of a layer, and its output states."""
+    def _likeness(self, layer: nn.Module, attended: Attended | None) -> Any:
+        """Return what is equal for layers of which one plan holds, each with its own parameters.
+
+        These are the operators that ran in a layer outside its products, with all their arguments,
+        and its modules. A layer without attention, or with experts, is like no other.
+        """
+        if attended is None or experts_in(layer, self._calls) is not None:
+            return object()
+        modules = {each: number for number, each in enumerate(layer.modules())}
+        products = {made: each for made, each in self._products.items() if each in modules}
+        call, seen = self._calls[layer][0], self._trace.seen
+        inside = {value for each in products.values() for value in seen[self._calls[each][0].seen]}
+        known: dict[Value, Any] = {each: modules[module] for each, module in products.items()}
+        known[call.given[0]] = "states"
+
+        def told(each: Any) -> Any:
+            if type(each) is Value:
+                held = self._held.get(id(each.tensor))
+                is_own = each not in known and held is not None and held.module in modules
+                return (modules[held.module], held.name) if is_own else known.get(each, id(each))
+            if isinstance(each, (list, tuple)):
+                return [*map(told, each)]
+            return repr(each) if type(each) in _TOLD else id(each)
+
+        made = list[Any]()
+        for value in seen[call.seen]:
+            if value.node is not None and value not in inside:
+                given = told(value.node.args), told([*value.node.kwargs.items()])
+                kind = value.place, value.shape, value.tensor.dtype, told(value.number)
+                made.append((value.node.func, given, kind))
+                known[value] = "made", len(made)
+        sizes = [size_of(each) for each in products.values()]
+        calls = [
+            (type(each), [told([x.given, x.made]) for x in self._calls.get(each, ())])
+            for each in modules
+        ]
+        is_causal = getattr(attended.module, "is_causal", None)
+        settings = modules[attended.module], told([*attended.kwargs.items(), is_causal])
+        place = self._given[layer][1] if layer in self._given else None
+        return made, sizes, calls, told(attended[1:5]), settings, place
+
+    def _begun(self, layer: nn.Module, states: Value) -> Value:
+        """Return the states that a layer gets; they must be those that the one before it gives."""
         got = self._value_given(layer)
         is_same = got is states or torch.equal(got.tensor, states.tensor)
         require(is_same, "a layer does not get what the one before it gives")
         self._rows.give(got, 1)
+        return got
+
+    def _layer(self, layer: nn.Module, attended: Attended | None, got: Value) -> LayerPlan:
+        """Return the plan of a layer, which gets some states."""
         result, modules = self._value_made(layer), {*layer.modules()}
         known = {got: Place(words.STATES)}
         if layer in self._given:
@@ -550,8 +603,7 @@ class _Reader:
         parts += [*self._in_products([*self._left], fuses=True), *experts]
         phases, at_end = self._chained(parts, known, {result: Place(words.STATES)})
         self._require_in_order(result)
-        self._rows.give(result, 1)
-        return LayerPlan(phases, at_end), result
+        return LayerPlan(phases, at_end)
 
     def _chained(
         self,
