@@ -101,6 +101,7 @@ class Watched(NamedTuple):
         self.calls.clear()
         self.attended.clear()
         self.trace.forget()
+        _trace.set(Trace())  # modules may have run since
         for module in [*self.view.modules()]:
             vars(module).clear()
 

@@ -20,8 +20,10 @@ from lade.forward.linear import kernels
 from lade.forward.packed import PackedEmbedding, PackedLinear, made_whole
 from lade.forward.words import BLOCKS
 from lade.models.gguf import load_gguf
+from lade.targets.trees import TreeTarget
 from tests.grids import thinned
 from tests.lade.forward.conftest import Ran
+from tests.lade.forward.conftest import noted as noted_jobs
 from tests.lade.forward.lanes import kernels_with
 from tests.lade.forward.test_job import TEXT, Apart, Prefilled, compared, with_drafts  # noqa: F401
 from tests.lade.models.gguf_files import blocks, whole, write
@@ -226,19 +228,29 @@ def test_a_job_is_never_held_against_packed_products(
     """If both were by the same kernels, one that is wrong would agree with itself."""
     write(tmp_path, "llama", "Q8_0")
     model = load_gguf(tmp_path / "model.gguf")
-    is_whole: list[bool] = []
-    settle = FusedForwards.settle
+    by_torch, prefilled = list[tuple[int, bool]](), list[TreeTarget]()
+    settle, prefill = FusedForwards.settle, TreeTarget.prefill
 
-    def noting(self: FusedForwards, by_torch: Any, by_job: Any) -> None:
+    def noting(self: FusedForwards, run: Any, timed: Any) -> None:
         def noted(num_tokens: int) -> Any:
-            is_whole.append(vars(file._whole).get("is_on", False))
-            return by_torch(num_tokens)
+            by_torch.append((num_tokens, file.is_whole()))
+            return run(num_tokens)
 
-        settle(self, noted, by_job)
+        settle(self, noted, timed)
+
+    def counted(self: TreeTarget, **options: Any) -> torch.Tensor:
+        prefilled.append(self)
+        return prefill(self, **options)
 
     monkeypatch.setattr(FusedForwards, "settle", noting)
+    monkeypatch.setattr(TreeTarget, "prefill", counted)
+    jobs = noted_jobs(monkeypatch)
     lade.warm_up(model)
-    assert is_whole == [True]
+    # All that a first use of a large model takes time for: each forward reads all weights.
+    assert by_torch == [(15, True)]
+    assert [each.num_tokens for each in jobs[:4]] == [15, 8, 3, 1]
+    assert len(jobs) <= 6
+    assert len(prefilled) == 2
 
 
 def test_a_prompt_in_pieces_is_that_of_the_model_made_whole(ran: list[Ran], tmp_path: Path) -> None:

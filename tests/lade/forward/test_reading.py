@@ -3,16 +3,21 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lade
+from lade.forward import reading
 from lade.forward.comparing import UnsupportedForwardError
 from lade.forward.job import forwards_for
 from lade.forward.reading import DecoderPlan, read
-from tests.lade.forward.families import model_of
+from lade.forward.watching import Watched, watch
+from lade.machine.garbage import without_collection
+from tests.grids import thinned
+from tests.lade.forward.families import READABLE, model_of
 from tests.support.tiny import tiny_model
 
 
@@ -46,6 +51,63 @@ def test_the_module_that_does_not_fit_is_told() -> None:
     assert probed.why_by_torch == "model.layers.0: its attention gets ['indices']"
     assert str(probed).endswith(f"\n  run by torch: {probed.why_by_torch}")
     assert "float64" in str(lade.probe(tiny_model("llama")).why_by_torch)
+
+
+def by_itself(monkeypatch: pytest.MonkeyPatch, model: Any) -> DecoderPlan:
+    """Return the plan of a model each of whose layers is read."""
+    with monkeypatch.context() as patch:
+        patch.setattr(reading._Reader, "_likeness", lambda *_: object())
+        return read(model)
+
+
+@pytest.mark.parametrize("family", thinned(READABLE, "gemma4_text-shared", "laguna", "qwen3_5"))
+def test_layers_that_are_alike_have_one_plan_with_their_own_modules(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(family)
+    assert read(model) == by_itself(monkeypatch, model)
+
+
+ODD: dict[str, Callable[[Any], Any]] = {
+    "a number": lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.1),
+    "its scaling": lambda layer: setattr(layer.self_attn, "scaling", 0.3),
+    "an operator": lambda layer: setattr(layer.mlp, "act_fn", nn.Tanh()),
+    "no norm": lambda layer: setattr(layer, "input_layernorm", nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("change", ODD)
+def test_a_layer_that_differs_is_read(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, layers = model_of("llama", num_hidden_layers=5), list[nn.Module]()
+    ODD[change](model.model.layers[2])
+    layer = reading._Reader._layer
+
+    def noting(self: Any, module: nn.Module, *given: Any) -> Any:
+        layers.append(module)
+        return layer(self, module, *given)
+
+    monkeypatch.setattr(reading._Reader, "_layer", noting)
+    plan = read(model)
+    assert len(layers) == 4  # the first one and this one, of two texts
+    assert plan == by_itself(monkeypatch, model)
+
+
+def test_nothing_of_a_forward_stays_once_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collections would find it late: of an 8B, 0.7 GB."""
+    kept = list[ref[Tensor]]()
+
+    def noting(*args: Any, **options: Any) -> Watched:
+        found = watch(*args, **options)
+        made = (each.tensor for each in found.trace.seen if each.node is not None)
+        kept.extend(map(ref, (*found.view.parameters(), *made)))
+        return found
+
+    monkeypatch.setattr(reading, "watch", noting)
+    model = model_of("llama")
+    with without_collection():
+        read(model)
+        assert len(kept) > 500
+        assert [each for each in kept if each() is not None] == []
 
 
 # --- models that somebody changed -----------------------------------------------------------------
