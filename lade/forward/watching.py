@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C import _DisableTorchDispatch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -46,7 +47,7 @@ _trace: ContextVar[Trace] = ContextVar("trace")  # of that forward
 
 # Numbers that are drawn; a prime, so that rows of matrices differ. Larger stand-ins repeat them.
 _PERIOD = 262_139
-_LARGE = 2**22  # numbers of a weight that is not written out
+_LARGE = 2**19  # numbers of a weight that is not written out
 _OVERLAP = 7, 8  # numbers from one row, and one matrix, of such a weight to the next
 _NUM_ADDED = 4  # inputs that each result of such a layer adds
 _GAIN = 2.0  # so that activations see more than their linear parts
@@ -370,19 +371,22 @@ def _stand_in(view: Model) -> None:
             factors = noise.like(torch.Size((num, _NUM_ADDED)), torch.float32)
             added = noise.among(num_inputs, factors.shape), factors
             vars(module)["forward"] = partial(_multiplied, module, *added)
-        elif kind is PackedLinear:
+        elif kind in (nn.Linear, PackedLinear):
             vars(module)["forward"] = partial(_linear, module)
 
 
 def _multiplied(module: Any, places: Tensor, factors: Tensor, input: Tensor) -> Tensor:
     """Return sums of some inputs, in the place of a large product."""
-    made = (input.float()[..., places] * factors).sum(dim=-1)
-    return (made if module.bias is None else made + module.bias).to(input.dtype)
+    with _DisableTorchDispatch():
+        made = (input.float()[..., places] * factors).sum(dim=-1)
+        return (made if module.bias is None else made + module.bias).to(input.dtype)
 
 
 def _linear(module: Any, input: Tensor) -> Tensor:
-    """Return the product with a stand-in, in fewer operators than with packed weights."""
-    return functional.linear(input.float(), module.weight, module.bias).to(input.dtype)
+    """Return the product with a stand-in, as one operation: nothing in it is traced."""
+    with _DisableTorchDispatch():
+        made = functional.linear(input.to(module.weight.dtype), module.weight, module.bias)
+        return made.to(input.dtype)
 
 
 def size_of(linear: Any) -> tuple[int, int]:

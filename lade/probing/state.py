@@ -277,15 +277,15 @@ class Reads:
 
     def note(self, module: nn.Module, name: str, value: Any = None, *, writes: bool) -> None:
         """Record a name, and what it holds when it is first read."""
-        if self.is_on:
-            kind = self._device_type
-            if torch.is_autocast_enabled(kind):
-                self.autocast = torch.get_autocast_dtype(kind)
-            names = self._written if writes else self._read
-            names.setdefault(id(module), set()).add(name)
-            is_first = name not in _UNRELATED and (id(module), name) not in self._before
-            if is_first and _may_change(value):
-                self._before[id(module), name] = _leaves(value)
+        names = (self._written if writes else self._read).setdefault(id(module), set())
+        if not self.is_on or name in names:
+            return
+        names.add(name)
+        kind = self._device_type
+        if torch.is_autocast_enabled(kind):
+            self.autocast = torch.get_autocast_dtype(kind)
+        if name not in _UNRELATED and _may_change(value):
+            self._before[id(module), name] = _leaves(value)
 
     def changed(self, module: nn.Module, name: str, value: Any) -> "set[_Path] | None":
         """Return the parts of an attribute that differ from when it was first read.
