@@ -9,7 +9,7 @@ float32 here (`_packed.py` has all others), and values also of 16 bits, widened 
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -310,18 +310,14 @@ def _compile(function: Callable[[Any], None]) -> Any:
     kind, options = types.void(types.voidptr), {"nogil": True, "error_model": "numpy"}
     made: Any = CFunc(function, sigutils.normalize_signature(kind), {}, options)
     with suppress(OSError):  # no source files
-        function.__qualname__ += f"_{_digest_of_files()}"
+        names = "_packed", "_digits", "_experts", "_kernels", "_rows", "_workers"
+        beside = [Path(__file__).with_name(f"{name}.py") for name in names]
+        files: list[str | Path] = [__file__, words.__file__, *beside]
+        others = b"".join(Path(file).read_bytes() for file in files)
+        function.__qualname__ += f"_{sha256(others).hexdigest()[:16]}"
         made._cache = KernelCache(function)
     made.compile()
     return made
-
-
-@cache
-def _digest_of_files() -> str:
-    names = "_packed", "_digits", "_experts", "_kernels", "_rows", "_workers"
-    beside = [Path(__file__).with_name(f"{name}.py") for name in names]
-    files: list[str | Path] = [__file__, words.__file__, *beside]
-    return sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()[:16]
 
 
 @inlined
