@@ -214,8 +214,8 @@ class TokenRows:
         fixed = [] if name not in MOVES else node.ins[1:]  # by which numbers are looked up
         require(all(map(self._is_fixed, fixed)), f"torch's {name} looks up by the text")
         looked = (each.tensor.numpy().tobytes() for each in fixed)
-        made = node.func, value.place, given, value.shape, value.tensor.dtype
-        key = *made, *(id(self.layout(each)) for each in operands), *looked
+        kind = value.place, value.shape, value.tensor.dtype
+        key = node.func, given, kind, *(id(self.layout(each)) for each in operands), *looked
         if key not in self._alike:
             if name in MOVES and not is_cast:
                 found = self._of_move(node, value)

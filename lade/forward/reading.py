@@ -218,7 +218,7 @@ def read(model: Model) -> DecoderPlan:
     text = model.config.get_text_config(decoder=True)
     placeholders = [each for each in placeholders_of(model) if each < text.vocab_size]
     with closing(watch(model)) as watched:
-        plan, replaced = _of_model(watched, model), ()
+        plan, replaced = _of_model(watched, model), tuple[tuple[int, int], ...]()
         if placeholders:
             names = {module: name for name, module in model.named_modules()}
             embedding = watched.view.get_submodule(names[plan.embeddings[0]])
@@ -555,8 +555,9 @@ class _Reader:
         def told(each: Any) -> Any:
             if type(each) is Value:
                 held = self._held.get(id(each.tensor))
-                is_own = each not in known and held is not None and held.module in modules
-                return (modules[held.module], held.name) if is_own else known.get(each, id(each))
+                if each in known or held is None or held.module not in modules:
+                    return known.get(each, id(each))
+                return modules[held.module], held.name
             if isinstance(each, (list, tuple)):
                 return [*map(told, each)]
             return repr(each) if type(each) in _TOLD else id(each)

@@ -103,6 +103,23 @@ def test_what_cannot_be_read_is_removed_and_all_is_compiled(name: str, tmp_path:
         assert run("as it is") == [[expected]] * 2
 
 
+# Drafts by code from the disk, and says how often Numba loaded what compiling needs.
+WARM = """
+from numba.core.cpu import CPUContext
+from ngram_pool import NGramPool
+from tests.ngram_pool.test_compiling import drafts
+refreshed, refresh = [], CPUContext.refresh
+CPUContext.refresh = lambda self: (refreshed.append(self), refresh(self))
+print(drafts(NGramPool(100)), len(refreshed), sep="|")
+"""
+
+
+def test_code_from_the_disk_does_without_what_compiling_needs() -> None:
+    expected = drafts(NGramPool(100))
+    ran = subprocess.run([sys.executable, "-c", WARM], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip().split("|") == [expected, "0"]
+
+
 # --- beside the code ------------------------------------------------------------------------
 
 ADDING = """
