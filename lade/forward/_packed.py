@@ -51,7 +51,7 @@ NUM_GIVEN = 11  # arguments of a product
 # these read the inputs, which the first cache does not hold, less often.
 _FEW, _TALL, _WHOLE = ((4, 4), (8, 2), (4, 6)) if LANES == 16 else ((4, 2), (4, 2), (4, 2))
 _PAIR = 2  # columns of a tile of unpacked numbers where so many are left
-_MOST_FUSED = 8 if LANES == 16 else 4  # rows; more are unpacked once for all
+_MOST_FUSED = 16 if LANES == 16 else 4  # rows; more are unpacked once for all
 _AHEAD = 4096  # bytes, at least, that are prefetched
 
 _INT8, _INT32, _INT64, _HALF = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.HalfType()
@@ -466,10 +466,17 @@ def _sizes(format_: int) -> list[tuple[int, int]]:
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _unpack_row(typing_context: Any, format_: Any, of: Any) -> Any:
-    """Unpack blocks of a format, a constant, given their address and number, to float32."""
+    """Unpack blocks of a format, a constant, to float32.
+
+    Args:
+        typing_context: Numba's.
+        format_: a constant.
+        of: address of the blocks, and their number; address of the numbers; distance of the
+            prefetch in bytes.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address, num_blocks, target = cgutils.unpack_tuple(builder, arguments[1])
+        address, num_blocks, target, ahead = cgutils.unpack_tuple(builder, arguments[1])
         kind = format_.literal_value
 
         def take(index: Any, makes: Any) -> None:
@@ -477,7 +484,7 @@ def _unpack_row(typing_context: Any, format_: Any, of: Any) -> Any:
             builder.store(makes[0](), to, align=4)
 
         unpack = _Unpack(builder, kind, 1)
-        _over_blocks(builder, unpack, 1, num_blocks, None, [address], take)
+        _over_blocks(builder, unpack, 1, num_blocks, ahead, [address], take)
         return context.get_dummy_value()
 
     return types.void(format_, of), generate
@@ -518,7 +525,7 @@ def product_of(format_: int) -> Any:
         num_blocks, num_fused = size // numbers, 0
         if x == 0:
             for column in range(num_columns):
-                _unpack_row(format_, (w + w_step * column, num_blocks, y + y_step * column))
+                _unpack_row(format_, (w + w_step * column, num_blocks, y + y_step * column, w_step))
             return
         if num_rows <= most_fused and num_blocks % at_once == 0:
             rows, columns = few if num_rows <= few[0] else tall
@@ -538,7 +545,8 @@ def product_of(format_: int) -> Any:
                 width = whole[1] if rest >= whole[1] else min(rest, _PAIR)
                 for i in range(width):
                     address = w + w_step * (column + i) + k // numbers * in_bytes
-                    _unpack_row(format_, (address, num // numbers, strip + 4 * DEPTH * i))
+                    of_row = address, num // numbers, strip + 4 * DEPTH * i, width * w_step
+                    _unpack_row(format_, of_row)
                 most = whole[0] if width > 1 else 1, width
                 of_w, of_y = (strip, 4 * DEPTH), (y + 4 * column, y_step)
                 _add_rows(F32, most, of_x, of_w, of_y, num // 32, 0)
