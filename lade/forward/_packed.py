@@ -49,7 +49,7 @@ NUM_GIVEN = 11  # arguments of a product
 
 # Rows and columns of tiles: for few rows, for some more, and for unpacked numbers. Wide tiles of
 # these read the inputs, which the first cache does not hold, less often.
-_FEW, _TALL, _WHOLE = ((4, 4), (8, 2), (4, 6)) if LANES == 16 else ((4, 2), (4, 2), (4, 2))
+_FEW, _TALL, _WHOLE = ((4, 4), (8, 3), (4, 6)) if LANES == 16 else ((4, 2), (4, 2), (4, 2))
 _PAIR = 2  # columns of a tile of unpacked numbers where so many are left
 _MOST_FUSED = 16 if LANES == 16 else 4  # rows; more are unpacked once for all
 _AHEAD = 4096  # bytes, at least, that are prefetched
