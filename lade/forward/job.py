@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules import module as torch_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
@@ -150,7 +151,10 @@ class FusedForwards:
         #: The layers from here on write no keys: only tokens whose logits are wanted need them.
         self._num_writing = 1 + keeping[-1]
         self._is_recurrent = any(each.recurrence is not None for each in mixing)
-        self._has_more = len(plan.last) > 2  # behind the layers than a program and the head
+        #: Products before the layers, or behind them besides the head.
+        ends = plan.ahead[0].before.places[-1]
+        self._has_more = len(plan.last) > 2 or ends[0].word != words.STATES
+        self._counts = plan.counts
         self._is_slow = False
         self._workspaces: list[_Workspace] = []
         self._threads = NumThreads()
@@ -414,13 +418,18 @@ class FusedForwards:
         positions, num = request.positions, request.positions.shape[1]
         given = {words.POSITIONS_GIVEN: positions, words.AXES_GIVEN: positions.expand(3, -1, -1)}
         given[words.TOKENS_GIVEN] = self._weights.replaced(request.input_ids)
+        places = torch.arange(num, dtype=torch.int64, device="cpu")[None]
+        given[words.PLACES_GIVEN] = places + request.parts[0].cache.get_seq_length()
         given[words.STATES_GIVEN] = torch.zeros(1, dtype=torch.float32, device="cpu").expand(
             1, num, self._hidden
         )
         made, found = [], []
         for name, plan in self._weights.calls:
-            args, kwargs = given_to(plan, given)
-            out = request.model.get_submodule(name)(*args, **kwargs)
+            (args, kwargs), module = given_to(plan, given), request.model.get_submodule(name)
+            if plan.table:
+                out = functional.embedding(args[0] + plan.offset, getattr(module, plan.table))
+            else:
+                out = module(*args, **kwargs)
             made.append([out] if isinstance(out, Tensor) else tensors_of(out))
         for call, part, size in self._weights.wanted:
             each = made[call][part]
@@ -464,6 +473,7 @@ class FusedForwards:
         num = ids.shape[1]
         parts = self._parts(inputs.get("attention_mask"), cache, num)
         require(len(parts) == 1 or num <= MOST_AT_ONCE, "several parts run in one piece")
+        require(len(parts) == 1 or not self._counts, "it counts the places of one text")
         positions: Any = inputs.get("position_ids")
         if positions is None and len(parts) == 1:
             positions = torch.arange(num, dtype=torch.int64, device=ids.device)[None]
