@@ -242,10 +242,16 @@ class TokenRows:
         return Meaning(node.name, layout, (Taken(None, node.ins[0], table),))
 
     def _of_join(self, node: Node, value: Value) -> Meaning:
-        flat = _moved(node, value, node.ins)  # of all sources' numbers, one after the other
-        ends = np.cumsum([0, *(math.prod(each.shape) for each in node.ins)])
+        moved = node.ins
+        if node.name == "index_put":
+            (before, *fixed, put), adds = node.ins, any(node.args[3:])
+            is_known = not adds and all(map(self._is_fixed, fixed))
+            require(is_known, "numbers are put where the text says, or added")
+            moved = [before, put]
+        flat = _moved(node, value, moved)  # of all sources' numbers, one after the other
+        ends = np.cumsum([0, *(math.prod(each.shape) for each in moved)])
         which = np.searchsorted(ends, flat, "right") - 1
-        return self._joined(node, value, node.ins, which, flat - ends[which])
+        return self._joined(node, value, moved, which, flat - ends[which])
 
     def _of_overwritten(self, node: Node, value: Value) -> Meaning:
         """Return what a tensor is after another one that shares its memory was written to."""

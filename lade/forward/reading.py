@@ -574,7 +574,9 @@ class _Reader:
         else:
             parts = self._latent(attended) or self._attending(attended)
         experts = self._experts(layer)
-        parts += [*self._in_products([*self._left], fuses=True), *experts]
+        with self._knowing({x: y for part in (*parts, *experts) for x, y in part.outs.items()}):
+            needed = self._needed([result])
+        parts += [*self._in_products(needed, fuses=True), *experts]
         phases, at_end = self._chained(parts, known, {result: Place(words.STATES)})
         self._require_in_order(result)
         self._rows.give(result, 1)
