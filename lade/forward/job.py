@@ -154,7 +154,6 @@ class FusedForwards:
         #: Products before the layers, or behind them besides the head.
         ends = plan.ahead[0].before.places[-1]
         self._has_more = len(plan.last) > 2 or ends[0].word != words.STATES
-        self._counts = plan.counts
         self._is_slow = False
         self._workspaces: list[_Workspace] = []
         self._threads = NumThreads()
@@ -418,8 +417,8 @@ class FusedForwards:
         positions, num = request.positions, request.positions.shape[1]
         given = {words.POSITIONS_GIVEN: positions, words.AXES_GIVEN: positions.expand(3, -1, -1)}
         given[words.TOKENS_GIVEN] = self._weights.replaced(request.input_ids)
-        places = torch.arange(num, dtype=torch.int64, device="cpu")[None]
-        given[words.PLACES_GIVEN] = places + request.parts[0].cache.get_seq_length()
+        counted = [part.cache.get_seq_length() + np.arange(part.num) for part in request.parts]
+        given[words.PLACES_GIVEN] = torch.from_numpy(np.concatenate(counted))[None]
         given[words.STATES_GIVEN] = torch.zeros(1, dtype=torch.float32, device="cpu").expand(
             1, num, self._hidden
         )
@@ -473,7 +472,6 @@ class FusedForwards:
         num = ids.shape[1]
         parts = self._parts(inputs.get("attention_mask"), cache, num)
         require(len(parts) == 1 or num <= MOST_AT_ONCE, "several parts run in one piece")
-        require(len(parts) == 1 or not self._counts, "it counts the places of one text")
         positions: Any = inputs.get("position_ids")
         if positions is None and len(parts) == 1:
             positions = torch.arange(num, dtype=torch.int64, device=ids.device)[None]

@@ -69,12 +69,13 @@ def check(model: Model, profile: Profile, key: CheckKey) -> CheckResult:
             reason = reason or found
     except UnsupportedModelError as failure:
         return CheckResult(str(failure))  # a rule, independent of the attention
-    layout = profile.layout_of(model)
-    if verification == "tree" and layout.max_candidates is None and not key.is_padded:
-        profile.found["layout"] = layout._replace(is_path=True)
-        if (of_paths := check(model, profile, key)).reason is None:
-            return of_paths
-        profile.found["layout"] = layout
+    if verification == "tree" and not key.is_padded:
+        layout = profile.layout_of(model)
+        if layout.max_candidates is None:  # of paths, it may be exact: it may count positions
+            profile.found["layout"] = layout._replace(is_path=True)
+            if (of_paths := check(model, profile, key)).reason is None:
+                return of_paths
+            profile.found["layout"] = layout
     return CheckResult(reason)
 
 

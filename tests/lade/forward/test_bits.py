@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lade.compat import CACHE
 from lade.forward.job import FusedForwards, forwards_for
+from lade.forward.reading import read
 from lade.forward.workers import run_job
 from lade.models.gguf import load_gguf
 from lade.targets.joint import JointCache
@@ -81,7 +82,8 @@ class Texts:
         assert made is not None
         self._config = model.config
         layout = tree_layout(model)
-        self._kinds, self._is_chain = layout.kinds, layout.max_candidates == 1
+        self._kinds, counts = layout.kinds, read(model).counts  # which makes one text of a part
+        self._is_chain = layout.max_candidates == 1 or counts
         windowed = [kind.window for kind in self._kinds if kind.kind == "windowed"]
         self._window = next(iter(windowed), None)
         self._names = made._kinds
