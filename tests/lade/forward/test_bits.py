@@ -256,6 +256,19 @@ def test_low_rank_additions_have_the_same_bits(dtype: torch.dtype) -> None:
     assert Texts(model).differences(0) == []
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("opt", {"word_embed_proj_dim": 32}),  # a product before the layers
+        ("xmod", {"languages": ["de_DE", "en_XX", "fr_XX"]}),  # products of no tokens
+    ],
+)
+def test_a_product_for_some_layers_or_tokens_has_the_same_bits(
+    family: str, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    assert Texts(model_of(family, dtype, **options)).differences(0) == []
+
+
 def test_layers_with_hooks_have_the_same_bits(dtype: torch.dtype) -> None:
     model = model_of("gemma2", dtype)
     model.model.layers[1].register_forward_hook(lambda _, __, out: out * 1.5)
