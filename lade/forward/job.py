@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.modules import module as torch_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
@@ -38,13 +37,8 @@ from lade.forward.packed import (
     PackedLinear,
     made_whole,
 )
-from lade.forward.reading import (
-    given_to,
-    is_alike,
-    read,
-)
+from lade.forward.reading import is_alike, made_by, read
 from lade.forward.table import WITH_DIGITS, Held, Weights, added_in
-from lade.forward.watching import tensors_of
 from lade.forward.workers import NumThreads, Run, most_threads
 from lade.machine.threads import alone
 from lade.targets.inputs import LOGITS_KEPT
@@ -151,9 +145,9 @@ class FusedForwards:
         #: The layers from here on write no keys: only tokens whose logits are wanted need them.
         self._num_writing = 1 + keeping[-1]
         self._is_recurrent = any(each.recurrence is not None for each in mixing)
-        #: Products before the layers, or behind them besides the head.
-        ends = plan.ahead[0].before.places[-1]
-        self._has_more = len(plan.last) > 2 or ends[0].word != words.STATES
+        first, _ = plan.ahead[0].before.places[-1]
+        #: Products besides those of layers and the head.
+        self._has_more = len(plan.last) > 2 or first.word != words.STATES
         self._is_slow = False
         self._workspaces: list[_Workspace] = []
         self._threads = NumThreads()
@@ -422,14 +416,8 @@ class FusedForwards:
         given[words.STATES_GIVEN] = torch.zeros(1, dtype=torch.float32, device="cpu").expand(
             1, num, self._hidden
         )
-        made, found = [], []
-        for name, plan in self._weights.calls:
-            (args, kwargs), module = given_to(plan, given), request.model.get_submodule(name)
-            if plan.table:
-                out = functional.embedding(args[0] + plan.offset, getattr(module, plan.table))
-            else:
-                out = module(*args, **kwargs)
-            made.append([out] if isinstance(out, Tensor) else tensors_of(out))
+        get, found = request.model.get_submodule, []
+        made = [made_by(plan, get(name), given) for name, plan in self._weights.calls]
         for call, part, size in self._weights.wanted:
             each = made[call][part]
             real = torch.view_as_real(each) if each.is_complex() else each

@@ -22,7 +22,7 @@ from lade.errors import UnsupportedModelError
 from lade.forward import words
 from lade.forward.comparing import UnsupportedForwardError, convolved, is_near, require
 from lade.forward.experts import StacksPlan, experts_in, read_experts
-from lade.forward.packed import PackedEmbedding, PackedLinear
+from lade.forward.packed import PackedLinear
 from lade.forward.programs import Columns, TokenRows, Writer, slice_of
 from lade.forward.recurrence import RecurrencePlan, read_recurrence
 from lade.forward.trace import Value
@@ -345,8 +345,7 @@ class _Reader:
             for module, call, place in self._makers.get(value, ()):
                 with Attempt():
                     self._called[value] = self._call_of(module, call), place
-            if self._called[value] is None and (looked_up := self._look_up(value)) is not None:
-                self._called[value] = looked_up, 0
+            self._called[value] = self._called[value] or self._look_up(value)
         found = self._called[value]
         if found is not None:
             self._rows.give(value, value.tensor.dim() - 2)
@@ -364,34 +363,29 @@ class _Reader:
         out = module(*call.args, **call.kwargs)  # what it gave may have been written to
         for other in (0.0, 1.0):
             tensors[words.STATES_GIVEN] = torch.full_like(self._states.tensor, other)
-            args, kwargs = given_to(plan, tensors)
-            pairs = zip(tensors_of(module(*args, **kwargs)), tensors_of(out), strict=True)
+            pairs = zip(made_by(plan, module, tensors), tensors_of(out), strict=True)
             is_same = all(torch.equal(*pair) or is_near(*pair) for pair in pairs)
             require(is_same, "it looks at more than tokens")
         return plan
 
-    def _look_up(self, value: Value) -> CallPlan | None:
-        """Return a lookup in a tensor of a module by positions alone, which gives a value; or None.
+    def _look_up(self, value: Value) -> tuple[CallPlan, int] | None:
+        """Return the lookup in a module's tensor, by positions alone, that gives a value; or None.
 
-        A model that makes the positions of nothing counts them by itself.
+        If these are made of nothing that a forward gets, the model counts places in the text.
         """
         node = value.node
         if node is None or node.name not in ("embedding", "index") or len(node.ins) != 2:
             return None
         table, rows = node.ins
-        held, sources = self._held.get(id(table.tensor)), _sources(rows)
-        name, base = words.POSITIONS_GIVEN, self._positions
-        if not sources:
-            name, base = words.PLACES_GIVEN, self._places
-        is_known = held is not None and not isinstance(held.module, PackedEmbedding)
-        is_known = is_known and node.args[1] in (rows, [rows]) and sources <= {id(base)}
-        if not is_known or rows.tensor.numel() != base.numel():
+        held, counts = self._held.get(id(table.tensor)), self._rows.is_fixed(rows)
+        base = self._places if counts else self._positions
+        is_known = node.args[1] in (rows, [rows]) and rows.tensor.numel() == base.numel()
+        if held is None or not is_known:
             return None
-        offsets = (rows.tensor - base).unique().tolist()
-        if len(offsets) > 1:
-            return None
-        self._counts |= not sources
-        return CallPlan(held.module, (name,), {}, held.name, offsets[0])
+        offset, *others = {*(rows.tensor.long() - base).flatten().tolist()}
+        self._counts |= counts and not others
+        given = words.PLACES_GIVEN if counts else words.POSITIONS_GIVEN
+        return None if others else (CallPlan(held.module, (given,), {}, held.name, offset), 0)
 
     def _program(
         self,
@@ -1017,13 +1011,16 @@ def is_alike(positions: Tensor) -> bool:
     return bool((positions == positions[:1]).all())
 
 
-def given_to(plan: CallPlan, tensors: Mapping[Any, Tensor]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of a call, with tensors instead of placeholders."""
+def made_by(plan: CallPlan, module: nn.Module, tensors: Mapping[Any, Tensor]) -> list[Tensor]:
+    """Return what a call of a module gives, with tensors instead of placeholders."""
 
     def put(value: Any) -> Any:  # which may have no hash
         return next((each for name, each in tensors.items() if name is value), value)
 
-    return [*map(put, plan.args)], {name: put(value) for name, value in plan.kwargs.items()}
+    args, kwargs = [*map(put, plan.args)], {name: put(each) for name, each in plan.kwargs.items()}
+    if plan.table:
+        return [nn.functional.embedding(args[0] + plan.offset, getattr(module, plan.table))]
+    return tensors_of(module(*args, **kwargs))
 
 
 def _with_program(
@@ -1060,13 +1057,6 @@ def _calls_of(phases: Iterable[Any]) -> list[CallPlan]:
     programs = (each.before for each in phases if type(each) is RowsStep)
     places = [place for program in programs if program is not None for place, _ in program.places]
     return [x.made for x in places if type(x) is Place and x.made is not None]
-
-
-def _sources(value: Value) -> set[int]:
-    """Return the identities of the tensors, made by no operator, that a value is made of."""
-    if value.node is None:
-        return {id(value.tensor)}
-    return {source for each in value.node.ins for source in _sources(each)}
 
 
 def _root(value: Value) -> Tensor:

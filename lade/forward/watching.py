@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
 from lade.compat import CACHE, Model, does_nothing, placeholders_of
@@ -119,19 +119,6 @@ def _mask(*args: Any, mask_function: _Sees, **kwargs: Any) -> Tensor:
     return made
 
 
-class _Before(DynamicLayer):
-    """Counts as a layer of a cache that holds some tokens, and shows new ones alone."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        return _NUM_BEFORE
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, _NUM_BEFORE
-
-
 AttentionInterface.register(_WATCHED, _attend)
 AttentionMaskInterface.register(_WATCHED, _mask)
 
@@ -142,7 +129,7 @@ def watch(model: Model, *, is_other: bool = False, is_later: bool = False) -> Wa
     Args:
         model: the model.
         is_other: whether to run another text, of another length and at other positions.
-        is_later: whether a cache says that some tokens came before.
+        is_later: whether a cache, which shows none, says that some tokens came before.
 
     Raises:
         UnsupportedForwardError: the forward fails, or modules do not run their own code.
@@ -190,7 +177,11 @@ def watch(model: Model, *, is_other: bool = False, is_later: bool = False) -> Wa
     places = torch.arange(num, dtype=torch.int64, device="cpu")[None]
     if is_later:
         cache, places = DynamicCache(config=text), places + _NUM_BEFORE
-        cache.layers = [_Before() for _ in cache.layers]
+        vars(cache).update(
+            update=lambda keys, values, *_, **__: (keys, values),
+            get_seq_length=lambda *_, **__: _NUM_BEFORE,
+            get_mask_sizes=lambda num_queries, *_: (num_queries, _NUM_BEFORE),
+        )
         inputs |= {CACHE: cache, "attention_mask": None}
     # Some models scale queries by position, from thousands of tokens on; others have embeddings of
     # some thousand positions.

@@ -34,10 +34,7 @@ class TreeLayout(NamedTuple):
 
     @property
     def max_candidates(self) -> int | None:
-        """Paths of a tree that one forward can run: a convolution sees the tokens as one text.
-
-        A model that counts positions by itself does so, too.
-        """
+        """Paths that one forward can run: convolutions and states see the tokens as one text."""
         is_one = self.is_path or any(kind.kind in _CONVOLVED.values() for kind in self.kinds)
         return 1 if is_one else None
 
