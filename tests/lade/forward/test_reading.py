@@ -69,7 +69,8 @@ def test_positions_count_as_places_in_the_text(count: str) -> None:
     kind = type(table)
 
     def forward(self: Any, ids: Tensor, before: int, position_ids: Tensor) -> Tensor:
-        return kind.forward(self, ids, before, position_ids=COUNTS[count](position_ids, before))
+        made: Tensor = kind.forward(self, ids, before, COUNTS[count](position_ids, before))
+        return made
 
     table.__class__ = type(kind.__name__, (kind,), {"forward": forward})
     if count.startswith("places"):
