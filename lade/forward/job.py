@@ -115,6 +115,7 @@ class FusedForwards:
     Attributes:
         why_not: why jobs are no longer used; None if they may be.
         is_packed: whether weights are packed, which torch would unpack in each forward.
+        counts: whether the model counts positions by itself, so that a forward has one path.
 
     Raises:
         UnsupportedForwardError: the model computes something that a plan cannot describe.
@@ -134,7 +135,7 @@ class FusedForwards:
         self._hidden, self._reach, self._num_layers = plan.hidden, plan.reach, len(plan.layers)
         self._vocab_size = plan.head.out_features
         mixing = [layer.mixing for layer in plan.layers]
-        self.is_packed = type(plan.head) is PackedLinear
+        self.is_packed, self.counts = type(plan.head) is PackedLinear, plan.counts
         self._limit = limit_of(model)
         names = {module: name for name, module in model.named_modules()}
         self._names = [names[each] for each in (plan.head, *plan.modules)]

@@ -69,13 +69,11 @@ def check(model: Model, profile: Profile, key: CheckKey) -> CheckResult:
             reason = reason or found
     except UnsupportedModelError as failure:
         return CheckResult(str(failure))  # a rule, independent of the attention
-    if verification == "tree" and not key.is_padded:
-        layout = profile.layout_of(model)
-        if layout.max_candidates is None:  # of paths, it may be exact: it may count positions
+    if verification == "tree" and device_of_inputs(model).type == "cpu":
+        layout, views = profile.layout_of(model), profile.fast_views_for(model)
+        if views is not None and views.counts and not layout.is_path:
             profile.found["layout"] = layout._replace(is_path=True)
-            if (of_paths := check(model, profile, key)).reason is None:
-                return of_paths
-            profile.found["layout"] = layout
+            return check(model, profile, key)
     return CheckResult(reason)
 
 

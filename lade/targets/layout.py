@@ -30,7 +30,7 @@ class TreeLayout(NamedTuple):
 
     kinds: tuple[LayerKind, ...]
     spans: dict[str, AttentionSpan]  # by layer type; if all are equal, one mask serves all layers
-    is_path: bool = False  # whether a forward was found to be exact for one path alone
+    is_path: bool = False  # whether a forward has one path, as the model counts its positions
 
     @property
     def max_candidates(self) -> int | None:
