@@ -191,11 +191,11 @@ class FusedForwards:
         Args:
             model: a view of the model that has the modules which the plan uses.
         """
-        if self.why_not is not None or not self._weights.fit():
+        held = Held()
+        if self.why_not is not None or not self._weights.fill(held):
             return model
         children = [*model._modules.values()]
         head, *layers = map(model.get_submodule, self._names)
-        held = Held()
 
         @functools.cache
         def by_layers() -> tuple[Model, list[_RunLayer]]:
