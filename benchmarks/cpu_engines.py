@@ -22,10 +22,11 @@ from transformers import TextIteratorStreamer
 
 import lade
 from benchmarks.environment import environment
-from benchmarks.gguf_engines import ENGINES, Clock, Continuation, Start, ask, write_gguf
+from benchmarks.gguf_engines import Clock, Continuation, ask, write_gguf
 from benchmarks.prompts import Chosen
 from benchmarks.report import progress_bar, share_text, sheet, show, speedup_text
 from lade.apps.bench.methods import new_rows
+from lade.apps.bench.rivals import RIVALS, Start
 from lade.apps.cli.bench import describe_model
 from lade.apps.cli.generate import encode_prompts
 from lade.forward.packed import formats_of
@@ -96,7 +97,7 @@ def elsewhere(
         read = (gguf_in(loaded.name) or gguf_in(source)) if is_packed else None
         path = read or folder / f"{name}.gguf"
         if read is None:
-            write_gguf(loaded.model, loaded.tokenizer, path, ENGINES[name].dtype or start.dtype)
+            write_gguf(loaded.model, loaded.tokenizer, path, RIVALS[name].dtype or start.dtype)
         for drafts in (False, True):
             process = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
             begin = start._replace(path=str(path), drafts=drafts)
@@ -107,10 +108,10 @@ def elsewhere(
 def why_left_out(model: Any) -> dict[str, str]:
     """Return why engines cannot be compared, by their names."""
     if model.config.model_type != "llama":
-        return dict.fromkeys(ENGINES, "weights are written for it from models of type llama alone")
+        return dict.fromkeys(RIVALS, "weights are written for it from models of type llama alone")
     return {
         name: f"it is not installed: pip install {engine.package}"
-        for name, engine in ENGINES.items()
+        for name, engine in RIVALS.items()
         if find_spec(engine.module) is None
     }
 
@@ -156,7 +157,7 @@ def run(loaded: LoadedModel, chosen: Chosen, max_new_tokens: int, file: Path | N
     inputs = encode_prompts(loaded, texts, max_new_tokens)
     described, left_out = describe_model(loaded), why_left_out(loaded.model)
     dtype, threads = described["dtype"], described["threads"]
-    names = [name for name in ENGINES if name not in left_out]
+    names = [name for name in RIVALS if name not in left_out]
     num_tokens = max(each["input_ids"].shape[1] for each in inputs) + max_new_tokens
     ends = loaded.model.generation_config.eos_token_id
     eos = (ends,) if isinstance(ends, int) else tuple(ends or ())
@@ -173,7 +174,7 @@ def run(loaded: LoadedModel, chosen: Chosen, max_new_tokens: int, file: Path | N
             for name in (*[*methods][first:], *[*methods][:first]):
                 replies[name].append(methods[name](given))
     rows, key = summarise(replies), f"{dtype}, {threads} threads"
-    packages = [ENGINES[name].package for name in names]
+    packages = [RIVALS[name].package for name in names]
     content: dict[str, Any] = {
         "environment": environment() | {name: metadata.version(name) for name in packages},
         "settings": {"model": described["model"], "max_new_tokens": max_new_tokens}

@@ -1,21 +1,18 @@
-"""Engines that read GGUF files, OpenVINO GenAI and llama.cpp, and the file: for `cpu-engines`.
+"""Answers of the engines of `lade bench --rivals`, and files for them: for `cpu-engines`.
 
-Each answers in a process of its own, and takes and gives token ids. Its file has the weights as
-they are: llama.cpp's in the dtype of the comparison, OpenVINO's in float16, the only one that it
-reads besides quantised ones. Keys and values are of the dtype too, except llama.cpp's float16
-beside bfloat16, its default. Next file: `cpu_engines.py`.
+Each engine answers in a process of its own. Its file has the weights as they are: llama.cpp's in
+the dtype of the comparison, OpenVINO's in float16, the only one that it reads besides quantised
+ones. Next file: `cpu_engines.py`.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
-_LLAMA_CPP_TOKENS = 2  # to draft: what llama-cpp-python's page advises on CPUs
-_OPENVINO_TOKENS, _OPENVINO_NGRAM = 5, 3  # those of OpenVINO's sample of prompt lookup
+from lade.apps.bench.rivals import RIVALS, Ask, Start
 
 
 class Continuation(NamedTuple):
@@ -46,108 +43,15 @@ class Clock:
         return Continuation([*token_ids], num_first, sec - self._start, *rest)
 
 
-class Start(NamedTuple):
-    """What an engine is started with."""
-
-    path: str  # of the GGUF file
-    dtype: str  # to compute in
-    threads: int
-    num_tokens: int  # of the longest prompt and its answer
-    eos: tuple[int, ...]
-    drafts: bool  # by its own prompt lookup
-
-
-#: Answers a prompt with so many tokens at most.
-Ask = Callable[[list[int], int], Continuation]
-
-
-def openvino(start: Start) -> Ask:
-    """Start OpenVINO GenAI."""
-    import numpy as np
-
-    tensor = import_module("openvino").Tensor
-    genai: Any = import_module("openvino_genai")
-
-    class Streamer(genai.StreamerBase):  # type: ignore[misc]
-        def __init__(self, clock: Clock) -> None:
-            super().__init__()
-            self._clock = clock
-
-        def write(self, token: int | list[int]) -> Any:
-            self._clock.tell(1 if isinstance(token, int) else len(token))
-            return genai.StreamingStatus.RUNNING
-
-        def end(self) -> None: ...
-
-    dtype = {"float32": "f32", "bfloat16": "bf16"}[start.dtype]
-    properties: dict[str, Any] = {"INFERENCE_PRECISION_HINT": dtype, "KV_CACHE_PRECISION": dtype}
-    properties |= {"INFERENCE_NUM_THREADS": start.threads}
-    config = genai.GenerationConfig()
-    config.do_sample, config.stop_token_ids = False, {*start.eos}
-    if start.drafts:
-        properties["prompt_lookup"] = True
-        config.num_assistant_tokens, config.max_ngram_size = _OPENVINO_TOKENS, _OPENVINO_NGRAM
-    pipeline = genai.LLMPipeline(start.path, "CPU", **properties)
-
-    def ask(token_ids: list[int], max_new_tokens: int) -> Continuation:
-        clock = Clock()
-        config.max_new_tokens = max_new_tokens
-        found = pipeline.generate(tensor(np.array([token_ids])), config, Streamer(clock))
-        return clock.reply(found.tokens[0])
-
-    return ask
-
-
-def llama_cpp(start: Start) -> Ask:
-    """Start llama.cpp, by llama-cpp-python."""
-    package = import_module("llama_cpp")
-    options: dict[str, Any] = {"n_ctx": start.num_tokens + 64, "verbose": False}
-    options |= {"n_threads": start.threads, "n_threads_batch": start.threads}
-    if start.dtype == "float32":
-        options |= dict.fromkeys(("type_k", "type_v"), package.GGML_TYPE_F32)
-    if start.drafts:
-        lookup = import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding
-        options["draft_model"] = lookup(num_pred_tokens=_LLAMA_CPP_TOKENS)
-        options["logits_all"] = True  # else it fails where a prompt has more than 512 tokens
-    model = package.Llama(start.path, **options)
-
-    def ask(token_ids: list[int], max_new_tokens: int) -> Continuation:
-        clock = Clock()
-        model.reset()  # else it would keep what it has run of the prompt
-        answer: list[int] = []
-        for token_id in model.generate(token_ids, temp=0.0):
-            clock.tell()
-            answer.append(token_id)
-            if token_id in start.eos or len(answer) == max_new_tokens:
-                break
-        return clock.reply(answer)
-
-    return ask
-
-
-class GgufEngine(NamedTuple):
-    """An engine that may be installed."""
-
-    start: Callable[[Start], Ask]
-    module: str
-    package: str
-    dtype: str | None = None  # of its file; None for that of the comparison
-
-
-ENGINES = {
-    "openvino": GgufEngine(openvino, "openvino_genai", "openvino-genai", "float16"),
-    "llama_cpp": GgufEngine(llama_cpp, "llama_cpp", "llama-cpp-python"),
-}
-
-
 @cache
 def _started(name: str, start: Start) -> Ask:
-    return ENGINES[name].start(start)
+    return RIVALS[name].start(start)
 
 
 def ask(name: str, start: Start, token_ids: list[int], max_new_tokens: int) -> Continuation:
     """Answer a prompt in this process, in which the engine is started once."""
-    return _started(name, start)(token_ids, max_new_tokens)
+    answer, clock = _started(name, start), Clock()
+    return clock.reply(answer(token_ids, max_new_tokens, clock.tell))
 
 
 def write_gguf(model: Any, tokenizer: Any, path: Path, dtype: str) -> None:

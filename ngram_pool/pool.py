@@ -136,9 +136,7 @@ class NGramPool:
             )
         self._begin(capacity_tokens, max_ngram_size, seed)
         self._make_unshared()
-        if is_first_run():
-            logger.warning("The first run compiles kernels, for about a minute")
-        self._run_kernels()
+        _compile_kernels()
 
     def _begin(
         self,
@@ -841,21 +839,28 @@ class NGramPool:
         arrays = *held, self._counts, self._weights, *self._unigrams, harvested.row, *self._often
         return Header(*arrays)
 
-    # --- compiling --------------------------------------------------------------------------
 
-    def _run_kernels(self) -> None:
-        """Run every kernel that a new pool's drafts need, so that no token waits for a compiler."""
-        nothing = np.zeros(1, np.int64)
-        self.observe((), None)
-        for kernel in (_kernels.reindex, _kernels.rebase):
-            kernel(self._header().row)
-        self.draft(nothing, 1, 1)
-        self._count_unigrams(np.empty((0, 1)), np.empty((0, 1)))
-        self.texts()
-        table = SuccessorTable(1)
-        table.put(np.zeros((1, 2), np.int64), np.zeros((1, 1), np.int32), np.ones((1, 1)))
-        table.put_tree(NONE, [0], [NONE], [[0]], [[1.0]])
-        table._resize(len(table.held.keys))
+# --- compiling ------------------------------------------------------------------------------
+
+
+@cache
+def _compile_kernels() -> None:
+    """Run every kernel that a new pool's drafts need, so that no token waits for a compiler."""
+    if is_first_run():
+        logger.warning("The first run compiles kernels, for about a minute")
+    pool, nothing = object.__new__(NGramPool), np.zeros(1, np.int64)
+    pool._begin(1, DEFAULT_MAX_NGRAM_SIZE, 0)
+    pool._make_unshared()
+    pool.observe((), None)
+    for kernel in (_kernels.reindex, _kernels.rebase):
+        kernel(pool._header().row)
+    pool.draft(nothing, 1, 1)
+    pool._count_unigrams(np.empty((0, 1)), np.empty((0, 1)))
+    pool.texts()
+    table = SuccessorTable(1)
+    table.put(np.zeros((1, 2), np.int64), np.zeros((1, 1), np.int32), np.ones((1, 1)))
+    table.put_tree(NONE, [0], [NONE], [[0]], [[1.0]])
+    table._resize(len(table.held.keys))
 
 
 def is_first_run() -> bool:

@@ -465,7 +465,7 @@ def product_of(format_: int) -> Any:
         num_columns, y, y_step, size, sums = given[5], given[6], given[7], given[8], given[9]
         if x == 0:
             for column in range(num_columns):
-                of_row = w + w_step * column, size // per_block, y + y_step * column
+                of_row = w + w_step * column, size // per_block, y + y_step * column, w_step
                 _unpack_row(format_, of_row)
             return
         if given[10] != 0:

@@ -44,11 +44,13 @@ _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 LEVELS = {Q4_0: range(-8, 8), IQ4_NL: _IQ4, IQ4_XS: _IQ4, MXFP4: _FP4}  # of the numbers 0 to 15
 HAS_IQ4 = LANES == 16 or "avx2" in FEATURES  # its values need look-ups
-STRIP = 4 * DEPTH  # numbers that are unpacked at once for many rows
+STRIP = 6 * DEPTH  # numbers that are unpacked at once for many rows
 NUM_GIVEN = 11  # arguments of a product
 
-# Rows and columns of tiles: for few rows, for some more, and for unpacked numbers.
-_FEW, _TALL, _WHOLE = ((4, 4), (8, 2), (6, 4)) if LANES == 16 else ((4, 2), (4, 2), (4, 2))
+# Rows and columns of tiles: for few rows, for some more, and for unpacked numbers. Wide tiles of
+# these read the inputs, which the first cache does not hold, less often.
+_FEW, _TALL, _WHOLE = ((4, 4), (8, 3), (4, 6)) if LANES == 16 else ((4, 2), (4, 2), (4, 2))
+_PAIR = 2  # columns of a tile of unpacked numbers where so many are left
 _MOST_FUSED = 16 if LANES == 16 else 4  # rows; more are unpacked once for all
 _AHEAD = 4096  # bytes, at least, that are prefetched
 
@@ -415,6 +417,7 @@ def _write_tile(build: Any, format_: int, num_rows: int, num_columns: int, given
             wide = [make() for make in makes]
             add_wide(build, sums, inputs, wide, build.add(before, index), _FLOATS)
 
+        ahead = None if format_ == F32 else ahead  # unpacked numbers are in the cache
         _over_blocks(build, unpack, _at_once(format_), size, ahead, weights, take)
         add_totals(build, sums, results)
 
@@ -452,17 +455,28 @@ def _tile(typing_context: Any, format_: Any, of: Any) -> Any:
 def _sizes(format_: int) -> list[tuple[int, int]]:
     """Return the sizes of tiles, in rows and columns."""
     if format_ == F32:
-        return [*((rows + 1, _WHOLE[1]) for rows in range(_WHOLE[0])), (1, 1)]
+        of_rows = range(1, _WHOLE[0] + 1)
+        return [
+            *sorted({(rows, columns) for rows in of_rows for columns in (_WHOLE[1], _PAIR)}),
+            (1, 1),
+        ]
     few = {(rows + 1, _FEW[1]) for rows in range(_FEW[0])}
     return sorted(few | {(rows, _TALL[1]) for rows in range(_FEW[0], _TALL[0] + 1)})
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _unpack_row(typing_context: Any, format_: Any, of: Any) -> Any:
-    """Unpack blocks of a format, a constant, given their address and number, to float32."""
+    """Unpack blocks of a format, a constant, to float32.
+
+    Args:
+        typing_context: Numba's.
+        format_: a constant.
+        of: address of the blocks, and their number; address of the numbers; distance of the
+            prefetch in bytes.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address, num_blocks, target = cgutils.unpack_tuple(builder, arguments[1])
+        address, num_blocks, target, ahead = cgutils.unpack_tuple(builder, arguments[1])
         kind = format_.literal_value
 
         def take(index: Any, makes: Any) -> None:
@@ -470,7 +484,7 @@ def _unpack_row(typing_context: Any, format_: Any, of: Any) -> Any:
             builder.store(makes[0](), to, align=4)
 
         unpack = _Unpack(builder, kind, 1)
-        _over_blocks(builder, unpack, 1, num_blocks, None, [address], take)
+        _over_blocks(builder, unpack, 1, num_blocks, ahead, [address], take)
         return context.get_dummy_value()
 
     return types.void(format_, of), generate
@@ -511,7 +525,7 @@ def product_of(format_: int) -> Any:
         num_blocks, num_fused = size // numbers, 0
         if x == 0:
             for column in range(num_columns):
-                _unpack_row(format_, (w + w_step * column, num_blocks, y + y_step * column))
+                _unpack_row(format_, (w + w_step * column, num_blocks, y + y_step * column, w_step))
             return
         if num_rows <= most_fused and num_blocks % at_once == 0:
             rows, columns = few if num_rows <= few[0] else tall
@@ -525,15 +539,18 @@ def product_of(format_: int) -> Any:
                     _add_rows(format_, (rows, columns), of_x, of_w, of_y, num, ahead)
         for k in range(0, size, DEPTH):  # all inputs of a part fit into the second cache
             of_x, num = (x + 4 * k, x_step, num_rows), min(DEPTH, size - k)
-            for column in range(num_fused, num_columns, whole[1]):
-                width = min(whole[1], num_columns - column)
+            column = num_fused
+            while column < num_columns:
+                rest = num_columns - column
+                width = whole[1] if rest >= whole[1] else min(rest, _PAIR)
                 for i in range(width):
                     address = w + w_step * (column + i) + k // numbers * in_bytes
-                    _unpack_row(format_, (address, num // numbers, strip + 4 * DEPTH * i))
-                rows, columns = whole if width == whole[1] else (1, 1)
-                for i in range(0, width, columns):
-                    of_w, of_y = (strip + 4 * DEPTH * i, 4 * DEPTH), (y + 4 * (column + i), y_step)
-                    _add_rows(F32, (rows, columns), of_x, of_w, of_y, num // 32, 0)
+                    of_row = address, num // numbers, strip + 4 * DEPTH * i, width * w_step
+                    _unpack_row(format_, of_row)
+                most = whole[0] if width > 1 else 1, width
+                of_w, of_y = (strip, 4 * DEPTH), (y + 4 * column, y_step)
+                _add_rows(F32, most, of_x, of_w, of_y, num // 32, 0)
+                column += width
 
     run.__qualname__ = f"product_of_{format_}"
     return job(run)()

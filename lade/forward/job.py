@@ -38,13 +38,8 @@ from lade.forward.packed import (
     is_whole,
     made_whole,
 )
-from lade.forward.reading import (
-    given_to,
-    is_alike,
-    read,
-)
+from lade.forward.reading import is_alike, made_by, read
 from lade.forward.table import WITH_DIGITS, Held, Weights, added_in
-from lade.forward.watching import tensors_of
 from lade.forward.workers import NumThreads, Run, most_threads
 from lade.machine.threads import alone
 from lade.targets.inputs import LOGITS_KEPT
@@ -121,6 +116,7 @@ class FusedForwards:
     Attributes:
         why_not: why jobs are no longer used; None if they may be.
         is_packed: whether weights are packed, which torch would unpack in each forward.
+        counts: whether the model counts positions by itself, so that a forward has one path.
 
     Raises:
         UnsupportedForwardError: the model computes something that a plan cannot describe.
@@ -140,7 +136,7 @@ class FusedForwards:
         self._hidden, self._reach, self._num_layers = plan.hidden, plan.reach, len(plan.layers)
         self._vocab_size = plan.head.out_features
         mixing = [layer.mixing for layer in plan.layers]
-        self.is_packed = type(plan.head) is PackedLinear
+        self.is_packed, self.counts = type(plan.head) is PackedLinear, plan.counts
         self._limit = limit_of(model)
         names = {module: name for name, module in model.named_modules()}
         self._names = [names[each] for each in (plan.head, *plan.modules)]
@@ -151,7 +147,9 @@ class FusedForwards:
         #: The layers from here on write no keys: only tokens whose logits are wanted need them.
         self._num_writing = 1 + keeping[-1]
         self._is_recurrent = any(each.recurrence is not None for each in mixing)
-        self._has_more = len(plan.last) > 2  # behind the layers than a program and the head
+        first, _ = plan.ahead[0].before.places[-1]
+        #: Products besides those of layers and the head.
+        self._has_more = len(plan.last) > 2 or first.word != words.STATES
         self._is_slow = False
         self._workspaces: list[_Workspace] = []
         self._threads = NumThreads()
@@ -199,11 +197,11 @@ class FusedForwards:
         Args:
             model: a view of the model that has the modules which the plan uses.
         """
-        if self.why_not is not None or not self._weights.fit():
+        held = Held()
+        if self.why_not is not None or not self._weights.fill(held):
             return model
         children = [*model._modules.values()]
         head, *layers = map(model.get_submodule, self._names)
-        held = Held()
 
         @functools.cache
         def by_layers() -> tuple[Model, list[_RunLayer]]:
@@ -420,14 +418,13 @@ class FusedForwards:
         positions, num = request.positions, request.positions.shape[1]
         given = {words.POSITIONS_GIVEN: positions, words.AXES_GIVEN: positions.expand(3, -1, -1)}
         given[words.TOKENS_GIVEN] = self._weights.replaced(request.input_ids)
+        counted = [part.cache.get_seq_length() + np.arange(part.num) for part in request.parts]
+        given[words.PLACES_GIVEN] = torch.from_numpy(np.concatenate(counted))[None]
         given[words.STATES_GIVEN] = torch.zeros(1, dtype=torch.float32, device="cpu").expand(
             1, num, self._hidden
         )
-        made, found = [], []
-        for name, plan in self._weights.calls:
-            args, kwargs = given_to(plan, given)
-            out = request.model.get_submodule(name)(*args, **kwargs)
-            made.append([out] if isinstance(out, Tensor) else tensors_of(out))
+        get, found = request.model.get_submodule, []
+        made = [made_by(plan, get(name), given) for name, plan in self._weights.calls]
         for call, part, size in self._weights.wanted:
             each = made[call][part]
             real = torch.view_as_real(each) if each.is_complex() else each

@@ -20,7 +20,7 @@ MOVES = {
     *("view_as_complex", "view_as_real", "_to_copy", "index", "index_select", "diagonal"),
 }
 #: Moves of several tensors into one.
-JOINS = {"cat", "stack"}
+JOINS = {"cat", "stack", "index_put"}
 #: Operators that make a tensor of one number, of a size that others have.
 MAKERS = {
     *("lift_fresh", "new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like"),

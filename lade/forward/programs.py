@@ -212,7 +212,7 @@ class TokenRows:
             operands = [*operands, node.outs[1]]  # values are read where their indices say
         given = str(_described((node.args, [*node.kwargs.items()])))
         fixed = [] if name not in MOVES else node.ins[1:]  # by which numbers are looked up
-        require(all(map(self._is_fixed, fixed)), f"torch's {name} looks up by the text")
+        require(all(map(self.is_fixed, fixed)), f"torch's {name} looks up by the text")
         looked = (each.tensor.numpy().tobytes() for each in fixed)
         kind = value.place, value.shape, value.tensor.dtype
         key = node.func, given, kind, *(id(self.layout(each)) for each in operands), *looked
@@ -231,10 +231,10 @@ class TokenRows:
         pairs = zip(found.parts, operands, strict=True)
         return found._replace(parts=tuple(part._replace(of=each) for part, each in pairs))
 
-    def _is_fixed(self, value: Value) -> bool:
+    def is_fixed(self, value: Value) -> bool:
         """Return whether a value depends on neither tokens nor positions."""
         is_given = value in self._given or value in self._following
-        return not is_given and all(map(self._is_fixed, value.node.ins if value.node else ()))
+        return not is_given and all(map(self.is_fixed, value.node.ins if value.node else ()))
 
     def _of_move(self, node: Node, value: Value) -> Meaning:
         of, flat = self.layout(node.ins[0]), _moved(node, value, node.ins[:1])
@@ -243,10 +243,16 @@ class TokenRows:
         return Meaning(node.name, layout, (Taken(None, node.ins[0], table),))
 
     def _of_join(self, node: Node, value: Value) -> Meaning:
-        flat = _moved(node, value, node.ins)  # of all sources' numbers, one after the other
-        ends = np.cumsum([0, *(math.prod(each.shape) for each in node.ins)])
+        moved = node.ins
+        if node.name == "index_put":
+            (before, *fixed, put), adds = node.ins, any(node.args[3:])
+            is_known = not adds and all(map(self.is_fixed, fixed))
+            require(is_known, "numbers are put where the text says, or added")
+            moved = [before, put]
+        flat = _moved(node, value, moved)  # of all sources' numbers, one after the other
+        ends = np.cumsum([0, *(math.prod(each.shape) for each in moved)])
         which = np.searchsorted(ends, flat, "right") - 1
-        return self._joined(node, value, node.ins, which, flat - ends[which])
+        return self._joined(node, value, moved, which, flat - ends[which])
 
     def _of_overwritten(self, node: Node, value: Value) -> Meaning:
         """Return what a tensor is after another one that shares its memory was written to."""

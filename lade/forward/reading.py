@@ -66,6 +66,8 @@ class CallPlan(NamedTuple):
     module: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    table: str = ""  # if not empty, rows of this tensor of the module are looked up instead
+    offset: int = 0  # that is added to the argument then
 
 
 class Place(NamedTuple):
@@ -189,14 +191,14 @@ class DecoderPlan(NamedTuple):
     last: tuple[Any, ...]  # phases from the last states to logits
     head: nn.Linear
     modules: tuple[nn.Module, ...]  # of the layers
+    counts: bool  # whether the model counts positions by itself, as places behind a cache
     #: Placeholders of images, videos and audio, each with the token that is embedded instead.
     replaced: tuple[tuple[int, int], ...] = ()
 
     @property
     def embeddings(self) -> list[nn.Module]:
         """Return the modules that the embedding calls."""
-        places = (place for place, _ in self.ahead[0].before.places)
-        return [x.made.module for x in places if type(x) is Place and x.made is not None]
+        return [each.module for each in _calls_of(self.ahead) if not each.table]
 
 
 class _Part(NamedTuple):
@@ -224,7 +226,7 @@ def read(model: Model) -> DecoderPlan:
             embedding = watched.view.get_submodule(names[plan.embeddings[0]])
             replaced = _replaced(watched.view, embedding, placeholders)
     # What is read must hold for every text: of another length, at other positions.
-    with closing(watch(model, is_other=True)) as watched:
+    with closing(watch(model, is_other=True, is_later=plan.counts)) as watched:
         is_same = plan == _of_model(watched, model)
     require(is_same, "its forward depends on the text in another way than by rows")
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(plan.layers)
@@ -298,8 +300,8 @@ class _Reader:
     """Finds the plan of one forward that was traced."""
 
     def __init__(self, watched: Watched, implementation: str | None) -> None:
-        view, self._calls, self._input_ids, self._positions, self._attended, *_ = watched
-        self._spans = watched.spans
+        view, self._calls, self._input_ids, self._positions, self._places, *_ = watched
+        self._attended, self._spans, self._counts = watched.attended, watched.spans, False
         self._view, self._logits, self._implementation = view, watched.logits, implementation
         self._trace, self._rows = watched.trace, TokenRows(self._positions.shape[1], self._call_for)
         self._parents = {
@@ -347,6 +349,7 @@ class _Reader:
             for module, call, place in self._makers.get(value, ()):
                 with Attempt():
                     self._called[value] = self._call_of(module, call), place
+            self._called[value] = self._called[value] or self._look_up(value)
         found = self._called[value]
         if found is not None:
             self._rows.give(value, value.tensor.dim() - 2)
@@ -361,13 +364,32 @@ class _Reader:
         require(any(x is each for x in tensors for each in given), "it looks at no token")
         has_products = any(isinstance(each, _LINEARS) for each in module.modules())
         require(not has_products, "torch's products of several tokens depend on how many")
+        out = module(*call.args, **call.kwargs)  # what it gave may have been written to
         for other in (0.0, 1.0):
             tensors[words.STATES_GIVEN] = torch.full_like(self._states.tensor, other)
-            args, kwargs = given_to(plan, tensors)
-            pairs = zip(tensors_of(module(*args, **kwargs)), tensors_of(call.out), strict=True)
+            pairs = zip(made_by(plan, module, tensors), tensors_of(out), strict=True)
             is_same = all(torch.equal(*pair) or is_near(*pair) for pair in pairs)
             require(is_same, "it looks at more than tokens")
         return plan
+
+    def _look_up(self, value: Value) -> tuple[CallPlan, int] | None:
+        """Return the lookup in a module's tensor, by positions alone, that gives a value; or None.
+
+        If these are made of nothing that a forward gets, the model counts places in the text.
+        """
+        node = value.node
+        if node is None or node.name not in ("embedding", "index") or len(node.ins) != 2:
+            return None
+        table, rows = node.ins
+        held, counts = self._held.get(id(table.tensor)), self._rows.is_fixed(rows)
+        base = self._places if counts else self._positions
+        is_known = node.args[1] in (rows, [rows]) and rows.tensor.numel() == base.numel()
+        if held is None or not is_known:
+            return None
+        offset, *others = {*(rows.tensor.long() - base).flatten().tolist()}
+        self._counts |= counts and not others
+        given = words.PLACES_GIVEN if counts else words.POSITIONS_GIVEN
+        return None if others else (CallPlan(held.module, (given,), {}, held.name, offset), 0)
 
     def _program(
         self,
@@ -444,7 +466,7 @@ class _Reader:
                 fixed.add(value)
         is_free = fixed.isdisjoint(self._trace.asked)
         require(is_free, "its code depends on numbers of its parameters")
-        ahead = self._embedding(states), *self._inputs(modules, states)
+        ahead = *self._embedding(states), *self._inputs(modules, states)
         names = {module: name for name, module in self._view.named_modules()}
         layers, alike = list[LayerPlan](), list[Any]()
         for self._number, module in enumerate(modules):
@@ -467,7 +489,7 @@ class _Reader:
         last = *self._before_head(head, states), self._of_head(head)
         spans, kinds = self._spans, self._span_by(modules)
         reach = min(each.num_slots or math.inf for each in spans)
-        of_layers = kinds, ahead, tuple(layers), last, head, modules
+        of_layers = kinds, ahead, tuple(layers), last, head, modules, self._counts
         return DecoderPlan(states.shape[-1], reach, (), *of_layers)
 
     def _span_by(self, modules: Sequence[nn.Module]) -> tuple[AttentionSpan | None, ...]:
@@ -502,14 +524,16 @@ class _Reader:
         of_head = (product,), product.num_inputs, words.NORMED, words.LOGITS, finish
         return ProductsPlan(*of_head, tokens=words.KEPT_TOKENS)
 
-    def _embedding(self, states: Value) -> RowsStep:
-        """Return what makes the first states of tokens and positions."""
-        self._now = {}
-        program = self._program([(states, Place(words.STATES))], {})
-        calls = [getattr(place, "made", None) for place, _ in program.places]
-        is_known = any(words.TOKENS_GIVEN in (*x.args, *x.kwargs.values()) for x in calls if x)
+    def _embedding(self, states: Value) -> tuple[Any, ...]:
+        """Return the phases that make the first states of tokens and positions."""
+        self._now, self._left = {}, self._products
+        parts = [*self._in_products(self._needed([states]))]
+        phases, program = self._chained(parts, {}, {states: Place(words.STATES)})
+        phases = *phases, RowsStep(program)
+        given = [(*each.args, *each.kwargs.values()) for each in _calls_of(phases)]
+        is_known = any(words.TOKENS_GIVEN in each for each in given)
         require(is_known, "its first layer does not get what an embedding gives")
-        return RowsStep(program)
+        return phases
 
     def _inputs(self, modules: Sequence[nn.Module], states: Value) -> tuple[Any, ...]:
         """Return the phases that make what layers get besides states; none if it is not known."""
@@ -601,7 +625,9 @@ class _Reader:
         else:
             parts = self._latent(attended) or self._attending(attended)
         experts = self._experts(layer)
-        parts += [*self._in_products([*self._left], fuses=True), *experts]
+        with self._knowing({x: y for part in (*parts, *experts) for x, y in part.outs.items()}):
+            needed = self._needed([result])
+        parts += [*self._in_products(needed, fuses=True), *experts]
         phases, at_end = self._chained(parts, known, {result: Place(words.STATES)})
         self._require_in_order(result)
         return LayerPlan(phases, at_end)
@@ -1017,7 +1043,8 @@ def _settings_of(
     unknown += ["dropout"] * bool(settings.get("dropout"))
     # Attributes of the module hold for arguments that are not passed.
     is_causal = settings.get("is_causal", getattr(attended.module, "is_causal", True))
-    require(is_causal is True, "its tokens see those behind them")
+    is_masked = implementation == "eager" and attended.mask is not None
+    require(is_causal is True or is_masked, "its tokens see those behind them")
     require(not unknown, f"its attention gets {unknown}")
     sinks = settings.get("s_aux")
     is_own = sinks is None or attended.module._parameters.get("sinks") is sinks
@@ -1040,13 +1067,16 @@ def is_alike(positions: Tensor) -> bool:
     return bool((positions == positions[:1]).all())
 
 
-def given_to(plan: CallPlan, tensors: Mapping[Any, Tensor]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of a call, with tensors instead of placeholders."""
+def made_by(plan: CallPlan, module: nn.Module, tensors: Mapping[Any, Tensor]) -> list[Tensor]:
+    """Return what a call of a module gives, with tensors instead of placeholders."""
 
     def put(value: Any) -> Any:  # which may have no hash
         return next((each for name, each in tensors.items() if name is value), value)
 
-    return [*map(put, plan.args)], {name: put(value) for name, value in plan.kwargs.items()}
+    args, kwargs = [*map(put, plan.args)], {name: put(each) for name, each in plan.kwargs.items()}
+    if plan.table:
+        return [nn.functional.embedding(args[0] + plan.offset, getattr(module, plan.table))]
+    return tensors_of(module(*args, **kwargs))
 
 
 def _with_program(
@@ -1076,6 +1106,13 @@ def _is_decay(value: Value) -> bool:
     ins = value.node.ins if value.node is not None else []
     is_pair = len(ins) == 2 and ins[0].node is not None and ins[0].node.name == "neg"
     return is_pair and ins[0].shape == value.shape[-1:] and ins[1].shape == value.shape
+
+
+def _calls_of(phases: Iterable[Any]) -> list[CallPlan]:
+    """Return the calls whose results programs read before some phases."""
+    programs = (each.before for each in phases if type(each) is RowsStep)
+    places = [place for program in programs if program is not None for place, _ in program.places]
+    return [x.made for x in places if type(x) is Place and x.made is not None]
 
 
 def _root(value: Value) -> Tensor:

@@ -412,6 +412,13 @@ class Weights:
         kinds = zip(modules, self._kinds[part], strict=True)
         return [None if each is None else vars(each)[kind] for each, kind in kinds]
 
+    def fill(self, held: Held) -> bool:
+        """Hold all weights, once for a call; return whether they are plain matrices in memory."""
+        try:
+            return self.table(held) is not None
+        except (ValueError, RuntimeError):  # sparse ones have no addresses
+            return False
+
     def table(self, held: Held, layers: tuple[int, int] | None = None) -> NDArray[np.int64]:
         """Return the rows of all phases, and the descriptions, for one forward at a time.
 

@@ -21,9 +21,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
-from lade.compat import Model, does_nothing, placeholders_of
+from lade.compat import CACHE, Model, does_nothing, placeholders_of
 from lade.compat.attempts import Attempt
 from lade.compat.view import HOOKED, apart, with_attention, with_eager_experts, wraps_own_forward
 from lade.forward.comparing import UnsupportedForwardError, require
@@ -34,6 +35,7 @@ from lade.targets.masks import FULL, AttentionSpan
 
 _POSITIONS = [0, 1, 2, 1_000_003, 1_000_004]  # of the watched forward
 _OTHERS = [0, 1, 900_001]  # of another one
+_NUM_BEFORE = 7  # tokens that seem to be in a cache
 _WATCHED = "lade_watched"
 #: Transformers' attention, and the function that makes its masks.
 SDPA, _sdpa_mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
@@ -91,6 +93,7 @@ class Watched(NamedTuple):
     calls: dict[nn.Module, list[Called]]
     input_ids: Tensor
     positions: Tensor
+    places: Tensor  # of its tokens in the text, as the cache counts them
     attended: list[Attended]
     spans: list[AttentionSpan]  # of each attention
     logits: Tensor
@@ -131,12 +134,13 @@ AttentionInterface.register(_WATCHED, _attend)
 AttentionMaskInterface.register(_WATCHED, _mask)
 
 
-def watch(model: Model, *, is_other: bool = False) -> Watched:
+def watch(model: Model, *, is_other: bool = False, is_later: bool = False) -> Watched:
     """Run a short text by a view of a model, with stand-ins for its weights.
 
     Args:
         model: the model.
         is_other: whether to run another text, of another length and at other positions.
+        is_later: whether a cache, which shows none, says that some tokens came before.
 
     Raises:
         UnsupportedForwardError: the forward fails, or modules do not run their own code.
@@ -184,6 +188,15 @@ def watch(model: Model, *, is_other: bool = False) -> Watched:
     num = len(_OTHERS if is_other else _POSITIONS)
     given = torch.tensor([ids[:num]], dtype=torch.int64, device="cpu")
     inputs = {"input_ids": given, "attention_mask": torch.ones_like(given), "use_cache": False}
+    places = torch.arange(num, dtype=torch.int64, device="cpu")[None]
+    if is_later:
+        cache, places = DynamicCache(config=text), places + _NUM_BEFORE
+        vars(cache).update(
+            update=lambda keys, values, *_, **__: (keys, values),
+            get_seq_length=lambda *_, **__: _NUM_BEFORE,
+            get_mask_sizes=lambda num_queries, *_: (num_queries, _NUM_BEFORE),
+        )
+        inputs |= {CACHE: cache, "attention_mask": None}
     # Some models scale queries by position, from thousands of tokens on; others have embeddings of
     # some thousand positions.
     last = getattr(text, "max_position_embeddings", None) or len(_POSITIONS)
@@ -217,7 +230,7 @@ def watch(model: Model, *, is_other: bool = False) -> Watched:
     named = {each for each in _numbers_in(model.config.to_dict()) if 1 < each <= _MOST_KEYS}
     spans = _spans_of(attended, masks, sorted(named))
     of_forward = attended, spans, output.logits, hooked, trace
-    return Watched(view, calls, given, positions, *of_forward)
+    return Watched(view, calls, given, positions, places, *of_forward)
 
 
 # --- what a query sees ----------------------------------------------------------------------------

@@ -167,13 +167,19 @@ class TableWriter:
             known.pool.save(self.path)  # the checkpoint's to begin with, or one's own to publish
         options: Any = {"save_every_sec": math.inf, "capacity_tokens": _CAPACITY_TOKENS}
         store = PoolStore(self.path.parent, model=label_of(model), **options)
-        self._opened = ExitStack()
-        self._store = self._opened.enter_context(store)
-        self.table = self._opened.enter_context(store.open(self.path.stem))
-        if num := len(self.table):
-            raise UserError(f"expected a table of lade prewarm, got a pool of {num:,} tokens")
-        # A file of other weights was emptied, but for its note.
-        self.saved_sec = float(self.table.note or 0.0) if self.table.num_contexts else 0.0
+        with ExitStack() as opened:  # an error lets others open it
+            self._store = opened.enter_context(store)
+            self.table = opened.enter_context(store.open(self.path.stem))
+            # A file of other weights was emptied, but for its note.
+            note = self.table.note if self.table.num_contexts else ""
+            if num := len(self.table):
+                raise UserError(f"expected a table of lade prewarm, got a pool of {num:,} tokens")
+            try:
+                self.saved_sec = float(note or 0.0)
+            except ValueError:
+                message = f"expected a table of lade prewarm, got a file with the note {note!r}"
+                raise UserError(message) from None
+            self._opened = opened.pop_all()
         # How often each token is to be expected, by the likely successors.
         self._mentions = np.zeros(config.vocab_size)
         for token_id, count in self.table.unigrams().items():

@@ -118,7 +118,7 @@ class ProvedTarget:
         self._target, self._distances = target, distances
         self._may_repeat_prompts = may_repeat_prompts
         self._is_plain, self._is_around = is_plain, is_around
-        self._limit = limit_of(model)
+        self._model = model
         self._num_wrong = 0
         self._num_left, self._num_proofs = DISTANCE, 0
         if distances is not None:
@@ -217,9 +217,9 @@ class ProvedTarget:
             plan = self._taken_back(plan)
             return plan, target.forward(target.inputs([*plan.trees.values()]))
         if self._num_before:
-            error = self._error(logits)
-            if error > self._limit:
-                return self._fail(plan, error)
+            error, limit = self._error(logits), limit_of(self._model)
+            if error > limit:
+                return self._fail(plan, error, limit)
             distances = self._distances
             assert distances is not None
             distances.num_proofs += 1
@@ -280,14 +280,14 @@ class ProvedTarget:
         roots = [logits[0, start + self._num_before, 0] for start in begins.values()]
         return any(map(math.isnan, roots))
 
-    def _fail(self, plan: Plan, error: float) -> tuple[Plan, Tensor]:
+    def _fail(self, plan: Plan, error: float, limit: float) -> tuple[Plan, Tensor]:
         """Take a step back, and run the roots alone; raise if the difference is no chance."""
         self._num_wrong += 1
-        if self._limit < EXACT or self._num_wrong >= _MOST_WRONG:
+        if limit < EXACT or self._num_wrong >= _MOST_WRONG:
             assert self._distances is not None
             self._distances.flaw = (
                 f"its logits for a draft differ from those for the same token alone by {error:.2g} "
-                f"of their standard deviation (expected at most {self._limit:.2g})"
+                f"of their standard deviation (expected at most {limit:.2g})"
             )
             raise _FlawError(self._distances.flaw)
         plan, self._is_alone = self._taken_back(plan), True

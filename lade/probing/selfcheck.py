@@ -69,6 +69,11 @@ def check(model: Model, profile: Profile, key: CheckKey) -> CheckResult:
             reason = reason or found
     except UnsupportedModelError as failure:
         return CheckResult(str(failure))  # a rule, independent of the attention
+    if verification == "tree" and device_of_inputs(model).type == "cpu":
+        layout, views = profile.layout_of(model), profile.fast_views_for(model)
+        if views is not None and views.counts and not layout.is_path:
+            profile.found["layout"] = layout._replace(is_path=True)
+            return check(model, profile, key)
     return CheckResult(reason)
 
 

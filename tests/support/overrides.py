@@ -22,6 +22,8 @@ _QSA = {  # one key head; the budget is a multiple of the ratio
 OVERRIDES: dict[str, dict[str, Any]] = {
     # No attention layer by default, without which `generate` does not know the length.
     "bamba": {"attn_layer_indices": [1]},
+    # Tests write longer texts than its 128 positions.
+    "blenderbot": {"max_position_embeddings": 512},
     # No rotary parameters for any layer type by default.
     "cohere_compass_text": {
         **_layers("sliding_attention", "full_attention"),

@@ -1,6 +1,6 @@
 """Methods beside processes that keep cores busy: few machines are quiet.
 
-Next file: `report.py`.
+Next file: `rivals.py`.
 """
 
 import signal

@@ -82,12 +82,18 @@ def table(
                 f"{each.tokens_per_sec:.1f}",
                 "" if each.speedup is None else f"{each.speedup:.2f}x",
                 f"{each.tokens_per_cpu_sec:.1f}",
-                f"{each.mean_accepted_tokens:.2f}",
-                f"{each.draft_tokens_per_step:.1f}",
+                *_of_steps(each),
                 *("" if s is None else f"{s:.0%}" for s in (each.same_text, each.acceptance_rate)),
             )
         made.add_section()
     return made
+
+
+def _of_steps(summary: Summary) -> tuple[str, str]:
+    """Return MAT and draft tokens of a step; nothing for an engine that does not tell its steps."""
+    if summary.mean_accepted_tokens == 0:
+        return "", ""
+    return f"{summary.mean_accepted_tokens:.2f}", f"{summary.draft_tokens_per_step:.1f}"
 
 
 def compared(answers: Mapping[str, Answer]) -> Iterator[str]:

@@ -174,6 +174,7 @@ def bench(
     loading: LoadOptions,
     temperature: float = TEMPERATURE,
     busy: bool = option(False, "--busy", help="Instead, compare beside busy processes."),
+    rivals: bool = option(False, "--rivals", help="Also run llama.cpp and OpenVINO on the file."),
     json: Path | None = JSON,
 ) -> None:
     """Compare lade with plain generate and with transformers' prompt lookup, on your prompts.
@@ -191,8 +192,10 @@ def bench(
     """
     from lade.apps.bench.prompts import DEMO_PROMPTS, read_prompts
 
-    settings = Settings(max_new_tokens, temperature)
-    _measure(read_prompts(prompts or DEMO_PROMPTS), settings, loading, is_busy=busy, file=json)
+    if rivals and (busy or temperature > 0):
+        raise UserError("--rivals goes with neither --busy nor --temperature")
+    settings, how = Settings(max_new_tokens, temperature), {"is_busy": busy, "has_rivals": rivals}
+    _measure(read_prompts(prompts or DEMO_PROMPTS), settings, loading, file=json, **how)
 
 
 def _measure(prompts: "list[Prompt]", settings: Settings, loading: LoadOptions, **how: Any) -> None:

@@ -22,6 +22,7 @@ from lade.apps.bench.busy import beside_busy
 from lade.apps.bench.methods import METHODS, Answer, Method
 from lade.apps.bench.prompts import Prompt
 from lade.apps.bench.report import OVERALL, compared, groups, table, why_different
+from lade.apps.bench.rivals import beside_rivals
 from lade.apps.bench.run import Result, contest, summarise, warm_up
 from lade.apps.chat.view import DRAFTED, AnswerView
 from lade.apps.cli.generate import encode_prompts
@@ -48,6 +49,7 @@ def compare(
     file: Path | None = None,
     is_demo: bool = False,
     is_busy: bool = False,
+    has_rivals: bool = False,
 ) -> None:
     """Have each prompt answered by every method in turn; print and write the results.
 
@@ -55,10 +57,14 @@ def compare(
         file: of the results; None to write none.
         is_demo: whether to show the check of the model first, and the answers of three methods.
         is_busy: whether to compare beside busy processes instead.
+        has_rivals: whether other engines answer, too.
     """
     inputs = encode_prompts(loaded, [each.text for each in prompts], settings.max_new_tokens)
     out, results, stopped = Console(highlight=False), list[Result](), None
     shown, methods = None, METHODS
+    if has_rivals:
+        most = max(each["input_ids"].shape[1] for each in inputs) + settings.max_new_tokens
+        methods = METHODS | beside_rivals(loaded, most)
     if is_demo:
         check(loaded)
         shown = _Shown(out, loaded)

@@ -30,8 +30,11 @@ CHAINS = [
 # Whose forwards are published to run by jobs.
 PUBLISHED = Path(__file__).parents[3] / "docs" / "support" / "forwards.json"
 READABLE = json.loads(PUBLISHED.read_text(encoding="utf-8"))["jobs"]
-# Bounded scores, sinks and latents take no parts, so that batches of them are plain.
-PLAIN = "gemma2", "gpt_oss", "youtu"
+# Bounded scores, sinks and latents take no parts, nor do models that count positions by themselves,
+# so that batches of them are plain.
+COUNTING = ["bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart"]
+COUNTING += ["pegasus", "plbart"]
+PLAIN = "gemma2", "gpt_oss", "youtu", *COUNTING
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
 
 

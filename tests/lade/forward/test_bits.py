@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lade.compat import CACHE
 from lade.forward.job import FusedForwards, forwards_for
+from lade.forward.reading import read
 from lade.forward.workers import run_job
 from lade.models.gguf import load_gguf
 from lade.targets.joint import JointCache
@@ -81,7 +82,8 @@ class Texts:
         assert made is not None
         self._config = model.config
         layout = tree_layout(model)
-        self._kinds, self._is_chain = layout.kinds, layout.max_candidates == 1
+        self._kinds, counts = layout.kinds, read(model).counts  # which makes one text of a part
+        self._is_chain = layout.max_candidates == 1 or counts
         windowed = [kind.window for kind in self._kinds if kind.kind == "windowed"]
         self._window = next(iter(windowed), None)
         self._names = made._kinds
@@ -252,6 +254,19 @@ def test_low_rank_additions_have_the_same_bits(dtype: torch.dtype) -> None:
     model = model_of("llama", dtype)
     adapted(model, dtype=torch.float32)
     assert Texts(model).differences(0) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("opt", {"word_embed_proj_dim": 32}),  # a product before the layers
+        ("xmod", {"languages": ["de_DE", "en_XX", "fr_XX"]}),  # products of no tokens
+    ],
+)
+def test_a_product_for_some_layers_or_tokens_has_the_same_bits(
+    family: str, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    assert Texts(model_of(family, dtype, **options)).differences(0) == []
 
 
 def test_layers_with_hooks_have_the_same_bits(dtype: torch.dtype) -> None:

@@ -4,7 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,19 @@ from tests.grids import thinned
 from tests.lade.forward.families import READABLE, model_of
 
 
-def results(rows: TokenRows, source: Written, outputs: list[Value]) -> list[tuple[Tensor, Tensor]]:
-    """Return what a program gives of each token, beside what torch gave."""
+def results(
+    rows: TokenRows, source: Written, outputs: list[Value], made_as: Mapping[Value, Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return what a program gives of each token, beside what torch gave.
+
+    Args:
+        rows, source, outputs: the program.
+        made_as: what tensors were before later operators wrote to them.
+    """
 
     def of_token(value: Value, token: int) -> Any:
         layout = rows.layout(value)
-        tensor = value.tensor
+        tensor = made_as.get(value, value.tensor)
         flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1).numpy()
         return flat[layout.rows[0 if layout.is_shared else token]]
 
@@ -73,13 +80,21 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Writer, Written]]:
     thinned(READABLE, "cohere2", "phimoe", "bamba", "qwen3_next"),
 )
 @torch.no_grad()
-def test_programs_give_what_torch_gave(family: str, written: list[tuple[Writer, Written]]) -> None:
-    model = model_of(family)
+def test_programs_give_what_torch_gave(
+    family: str, written: list[tuple[Writer, Written]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, made_as, keep = model_of(family), dict[Value, Tensor](), Trace._keep
+
+    def copying(self: Trace, value: Value) -> Value:
+        made_as[value] = value.tensor.clone()
+        return keep(self, value)
+
+    monkeypatch.setattr(Trace, "_keep", copying)
     for is_other in (False, True):
         reading._Reader(watch(model, is_other=is_other), attention_of(model)).plan()
     assert len(written) > 6
     for writer, source in written:
-        for mine, theirs in results(writer._rows, source, [*writer._outputs]):
+        for mine, theirs in results(writer._rows, source, [*writer._outputs], made_as):
             assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
 
 
@@ -95,7 +110,7 @@ def traced(function: Callable[[Tensor], Tensor], num_tokens: int = 3) -> Written
     rows = TokenRows(num_tokens, lambda _: None)
     rows.give(given, 1)
     source = Writer(rows, [made], lambda each: each is given).source()
-    for mine, theirs in results(rows, source, [made]):
+    for mine, theirs in results(rows, source, [made], {}):
         assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
     return source
 

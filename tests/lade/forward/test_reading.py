@@ -110,6 +110,45 @@ def test_nothing_of_a_forward_stays_once_it_is_read(monkeypatch: pytest.MonkeyPa
         assert [each for each in kept if each() is not None] == []
 
 
+# --- positions that a model counts ----------------------------------------------------------------
+
+COUNTS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "places behind a cache": lambda places, _: places,
+    "places from another one on": lambda places, _: places + 3,
+    "in each forward": lambda places, before: places - before,
+    "what the cache holds": lambda places, before: places + before,
+    "every other": lambda places, _: 2 * places,
+    "backwards": lambda places, _: places.flip(-1),
+    "from the last one on": lambda places, _: places - places[..., -1:] + 20,
+}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_positions_count_as_places_in_the_text(count: str) -> None:
+    model = model_of("bart")
+    table: Any = model.model.decoder.embed_positions
+    kind = type(table)
+
+    def forward(self: Any, ids: Tensor, before: int, position_ids: Tensor) -> Tensor:
+        made: Tensor = kind.forward(self, ids, before, COUNTS[count](position_ids, before))
+        return made
+
+    table.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    if count.startswith("places"):
+        plan = read(model)
+        assert plan.counts
+        (looked_up,) = (each for each in reading._calls_of(plan.ahead) if each.table)
+        assert looked_up.offset == table.offset + 3 * ("another" in count)
+    else:
+        with pytest.raises(UnsupportedForwardError):
+            read(model)
+
+
+def test_positions_that_a_model_takes_are_not_counted() -> None:
+    assert not read(model_of("opt")).counts
+    assert not read(model_of("ctrl")).counts
+
+
 # --- models that somebody changed -----------------------------------------------------------------
 
 

@@ -207,6 +207,20 @@ def test_a_pool_that_is_no_table_is_not_added_to(tmp_path: Path) -> None:
         prewarm(model, tmp_path)
 
 
+def test_a_table_of_another_tool_is_told_and_left_to_others(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    path = prewarm(model, tmp_path, 100).path
+    pool = lade.NGramPool.load(path)
+    pool.note = "mine"
+    pool.save(path)
+    with pytest.raises(ValueError, match="got a file with the note 'mine'"):
+        prewarm(model, tmp_path)
+    pool.note = "2.5"
+    pool.save(path)
+    prewarm(model, tmp_path, 100)
+    assert float(lade.NGramPool.load(path).note) > 2.5
+
+
 def test_a_disk_that_is_full_is_an_error_and_leaves_the_old_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

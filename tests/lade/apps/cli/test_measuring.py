@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,39 @@ def test_bench_measures_beside_busy_processes(folder: str, prompts: Path, tmp_pa
     assert {*loads} >= {"plain", "lade", "plain, 1 busy", "lade, 1 busy"}
     assert all(each["same_text"] == 1 and each["tokens_per_cpu_sec"] > 0 for each in loads.values())
     assert re.search(r"^ *lade, 1 busy +\d+\.\d +\d+\.\d\dx ", done.out, re.MULTILINE)
+
+
+def test_bench_has_engines_that_read_the_same_file(
+    folder: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts, module = list[Any](), "lade.apps.bench.rivals"
+
+    def start(of: Any) -> Any:
+        starts.append(of)
+        return lambda token_ids, most, tell: token_ids[:1] * most
+
+    def refused(*options: str) -> str:
+        given = "--model", folder, *SHORT, "--prompts", prompts, "--rivals"
+        return run("bench", *given, *options).err
+
+    assert "--rivals goes with neither --busy nor --temperature" in refused("--busy")
+    assert "--rivals needs a GGUF file" in refused()
+    monkeypatch.setattr(f"{module}.gguf_in", lambda _: tmp_path / "model.gguf")
+    monkeypatch.setattr(f"{module}.find_spec", lambda _: None)
+    assert "pip install openvino-genai llama-cpp-python" in refused()
+    monkeypatch.setattr(f"{module}.find_spec", lambda _: True)
+    other = SimpleNamespace(start=start, module="other", package="other")
+    monkeypatch.setattr(f"{module}.RIVALS", {"other": other})
+    done, results = measured(folder, tmp_path / "x.json", "--prompts", prompts, "--rivals")
+    assert done.code == 0
+    assert [(each.drafts, each.num_tokens, each.dtype) for each in starts] == [
+        (False, starts[0].num_tokens, "float32"),
+        (True, starts[0].num_tokens, "float32"),
+    ]
+    found = results["summary"]["overall"]
+    assert {*found} >= {"plain", "lade", "other", "other_lookup"}
+    assert found["other"]["same_text"] == 0 < found["other_lookup"]["tokens_per_sec"]
+    assert re.search(r"^  other +[\d.]+ +[\d.]+x +[\d.]+ +0% *$", done.out, re.MULTILINE)
 
 
 def test_what_was_measured_before_ctrl_c_is_kept(
