@@ -20,7 +20,6 @@ from lade.forward.linear import kernels
 from lade.forward.packed import PackedEmbedding, PackedLinear, made_whole
 from lade.forward.words import BLOCKS
 from lade.models.gguf import load_gguf
-from lade.targets.trees import TreeTarget
 from tests.grids import thinned
 from tests.lade.forward.conftest import Ran
 from tests.lade.forward.conftest import noted as noted_jobs
@@ -228,8 +227,7 @@ def test_a_job_is_never_held_against_packed_products(
     """If both were by the same kernels, one that is wrong would agree with itself."""
     write(tmp_path, "llama", "Q8_0")
     model = load_gguf(tmp_path / "model.gguf")
-    by_torch, prefilled = list[tuple[int, bool]](), list[TreeTarget]()
-    settle, prefill = FusedForwards.settle, TreeTarget.prefill
+    by_torch, settle = list[tuple[int, bool]](), FusedForwards.settle
 
     def noting(self: FusedForwards, run: Any, timed: Any) -> None:
         def noted(num_tokens: int) -> Any:
@@ -238,19 +236,11 @@ def test_a_job_is_never_held_against_packed_products(
 
         settle(self, noted, timed)
 
-    def counted(self: TreeTarget, **options: Any) -> torch.Tensor:
-        prefilled.append(self)
-        return prefill(self, **options)
-
     monkeypatch.setattr(FusedForwards, "settle", noting)
-    monkeypatch.setattr(TreeTarget, "prefill", counted)
     jobs = noted_jobs(monkeypatch)
     lade.warm_up(model)
-    # All that a first use of a large model takes time for: each forward reads all weights.
     assert by_torch == [(15, True)]
-    assert [each.num_tokens for each in jobs[:4]] == [15, 8, 3, 1]
-    assert len(jobs) <= 6
-    assert len(prefilled) == 2
+    assert [each.num_tokens for each in jobs] in ([15, 8, 3, 1], [15, 8, 3, 1, 1, 8])
 
 
 def test_a_prompt_in_pieces_is_that_of_the_model_made_whole(ran: list[Ran], tmp_path: Path) -> None:
