@@ -174,9 +174,7 @@ def bench(
     loading: LoadOptions,
     temperature: float = TEMPERATURE,
     busy: bool = option(False, "--busy", help="Instead, compare beside busy processes."),
-    rivals: bool = option(
-        False, "--rivals", help="Also compare llama.cpp and OpenVINO, with a GGUF file."
-    ),
+    rivals: bool = option(False, "--rivals", help="Also run llama.cpp and OpenVINO on the file."),
     json: Path | None = JSON,
 ) -> None:
     """Compare lade with plain generate and with transformers' prompt lookup, on your prompts.
