@@ -452,7 +452,7 @@ class _Reader:
 
     def plan(self) -> DecoderPlan:
         attended = self._attended
-        require(bool(attended), "it attends in another way")
+        require(bool(attended), "no attention is found, transformers' or written out")
         by_layer = {self._layer_of(each.module): each for each in attended}
         require(len(by_layer) == len(attended), "a layer attends several times")
         modules = self._layers_with(by_layer)
