@@ -982,7 +982,8 @@ class _Reader:
 
     def _is_linear(self, module: nn.Linear) -> bool:
         """Return whether a linear layer of another class gives what a plain one gives."""
-        held, given = {**module._parameters}, self._value_given(module).tensor
+        held: dict[str, Any] = {**module._parameters}
+        given = self._value_given(module).tensor
         is_plain = held.keys() == {"weight", "bias"} and not module._modules and not module._buffers
         return is_plain and is_near(module(given), nn.functional.linear(given, **held))
 

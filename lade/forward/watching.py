@@ -220,8 +220,9 @@ def watch(
     if not attended and attention == _WATCHED:
         return watch(model, is_other=is_other, is_later=is_later, attention=_WRITTEN)
     if not attended:
-        for *of, mask, scaling in written_in(trace, [mask for mask, _ in masks]):
-            attended.append(Attended(*of, mask, {"scaling": scaling, "is_causal": True}))
+        for each in written_in(trace, [mask for mask, _ in masks]):
+            settings = {"scaling": each.scaling, "is_causal": True}
+            attended.append(Attended._make((*each[:-1], settings)))
     for module in view.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()

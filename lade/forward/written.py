@@ -67,7 +67,8 @@ def _read(
             (factor,) = (
                 x for x, each in zip(numbers, node.args, strict=True) if each is not scores
             )
-            require(factor is not None, f"torch's {node.name} changes scores one by one")
+            if factor is None:
+                raise UnsupportedForwardError(f"torch's {node.name} changes scores one by one")
             scaling = scaling * factor if node.name == "mul" else scaling / factor
         elif node.name == "maximum":
             scores, other = node.ins
@@ -89,7 +90,7 @@ def _read(
     require(len(found) == 1, f"it adds {len(found)} masks of transformers to scores")
     taken = (query, _heads), (key, _heads_across), (values, _heads)
     of_heads = [_of_heads(each, heads) for each, heads in taken]
-    return *of_heads, out, found[0], scaling * node.kwargs.get("alpha", 1)  # type: ignore[return-value]
+    return *of_heads, out, found[0], scaling * node.kwargs.get("alpha", 1)
 
 
 def _before(value: Value) -> Value:

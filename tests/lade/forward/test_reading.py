@@ -22,7 +22,7 @@ def mixing_of(plan: DecoderPlan) -> list[Any]:
     return [layer.mixing for layer in plan.layers]
 
 
-@pytest.mark.parametrize("family", ["bloom", "falcon", "deepseek_v32", "mpt", "gpt_neo"])
+@pytest.mark.parametrize("family", ["bloom", "falcon-alibi", "deepseek_v32", "mpt", "gpt_neo"])
 def test_what_no_plan_has_a_place_for_is_not_read(family: str) -> None:
     assert forwards_for(tiny_model(family, dtype=torch.float32)) is None
 
@@ -180,3 +180,18 @@ def test_code_of_others_is_noticed(change: str) -> None:
     with pytest.raises((UnsupportedForwardError, KeyError, RuntimeError, TypeError)):
         read(model)
     assert forwards_for(model) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("bloom", "BloomAttention: torch's baddbmm adds to scores"),
+        ("mpt", "MptAttention: torch's masked_fill changes scores"),
+        ("gpt_neo", "GPTNeoSelfAttention: torch's where changes scores"),
+    ],
+)
+def test_attention_that_is_written_out_in_another_way_is_refused_by_name(
+    family: str, reason: str
+) -> None:
+    with pytest.raises(UnsupportedForwardError, match=reason):
+        read(model_of(family))
