@@ -981,10 +981,11 @@ class _Reader:
         return ProductPlan(module, first, num or num_columns, num_inputs)
 
     def _is_linear(self, module: nn.Linear) -> bool:
-        """Return whether a linear layer of another class gives what a plain one gives."""
+        """Return whether a linear layer of a class of transformers gives what a plain one gives."""
         held: dict[str, Any] = {**module._parameters}
         given = self._value_given(module).tensor
         is_plain = held.keys() == {"weight", "bias"} and not module._modules and not module._buffers
+        is_plain = is_plain and type(module).__module__.startswith("transformers.")
         return is_plain and is_near(module(given), nn.functional.linear(given, **held))
 
 
