@@ -418,6 +418,7 @@ class FusedForwards:
         positions, num = request.positions, request.positions.shape[1]
         given = {words.POSITIONS_GIVEN: positions, words.AXES_GIVEN: positions.expand(3, -1, -1)}
         given[words.TOKENS_GIVEN] = self._weights.replaced(request.input_ids)
+        given[words.ZEROS_GIVEN] = torch.zeros_like(positions)
         counted = [part.cache.get_seq_length() + np.arange(part.num) for part in request.parts]
         given[words.PLACES_GIVEN] = torch.from_numpy(np.concatenate(counted))[None]
         given[words.STATES_GIVEN] = torch.zeros(1, dtype=torch.float32, device="cpu").expand(

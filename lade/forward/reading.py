@@ -5,6 +5,7 @@ experts, the operators that ran become programs of a token's row (`programs.py`)
 program, or does not fit into a layer of a job, raises `UnsupportedForwardError`.
 """
 
+import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -47,6 +48,7 @@ _HONOURED = {
 }
 _LINEARS = (nn.Linear, PackedLinear)
 _TOLD = {bool, int, float, str, type(None), torch.dtype, torch.device}  # compared as they print
+_LOOKUPS = "embedding", "index", "index_select"
 _LATER = {words.KEPT_TOKENS: words.KEPT_ROWS}  # tokens of programs behind products of some
 
 
@@ -361,7 +363,10 @@ class _Reader:
         given = [*plan.args, *plan.kwargs.values()]
         tensors = {words.TOKENS_GIVEN: self._input_ids, words.POSITIONS_GIVEN: self._positions}
         tensors[words.AXES_GIVEN] = self._positions.expand(3, -1, -1)
+        tensors[words.ZEROS_GIVEN] = torch.zeros_like(self._positions)
         require(any(x is each for x in tensors for each in given), "it looks at no token")
+        # Such as of tokens in the cache, from which a module counts positions.
+        require(int not in map(type, given), "it gets a number")
         has_products = any(isinstance(each, _LINEARS) for each in module.modules())
         require(not has_products, "torch's products of several tokens depend on how many")
         out = module(*call.args, **call.kwargs)  # what it gave may have been written to
@@ -378,12 +383,12 @@ class _Reader:
         If these are made of nothing that a forward gets, the model counts places in the text.
         """
         node = value.node
-        if node is None or node.name not in ("embedding", "index") or len(node.ins) != 2:
+        if node is None or node.name not in _LOOKUPS or len(node.ins) != 2:
             return None
         table, rows = node.ins
         held, counts = self._held.get(id(table.tensor)), self._rows.is_fixed(rows)
         base = self._places if counts else self._positions
-        is_known = node.args[1] in (rows, [rows]) and rows.tensor.numel() == base.numel()
+        is_known = node.args[1] in (rows, [rows], 0) and rows.tensor.numel() == base.numel()
         if held is None or not is_known:
             return None
         offset, *others = {*(rows.tensor.long() - base).flatten().tolist()}
@@ -451,7 +456,7 @@ class _Reader:
 
     def plan(self) -> DecoderPlan:
         attended = self._attended
-        require(bool(attended), "its attention is not transformers'")
+        require(bool(attended), "no attention is found, transformers' or written out")
         by_layer = {self._layer_of(each.module): each for each in attended}
         require(len(by_layer) == len(attended), "a layer attends several times")
         modules = self._layers_with(by_layer)
@@ -898,9 +903,11 @@ class _Reader:
     def _require_cached(self, module: Any, *cached: Tensor) -> None:
         """Refuse an attention that does not cache these rows of tokens."""
         (call, *_), caching = self._calls[module], DynamicCache()
-        names = [CACHE, *(name for name in call.kwargs if name.endswith("_past"))]
+        given = dict(zip(inspect.signature(module.forward).parameters, call.args, strict=False))
+        given |= call.kwargs
+        names = [CACHE, *(name for name in given if name.endswith("_past"))]
         with Attempt():  # some cache more
-            module(*call.args, **{**call.kwargs, names[-1]: caching})
+            module(**{**given, names[-1]: caching})
         held = [
             x for each in caching.layers if each.is_initialized for x in (each.keys, each.values)
         ]
@@ -1008,6 +1015,8 @@ class _Reader:
             if isinstance(value, Tensor) and value.dtype == torch.int64:
                 if value.shape == self._input_ids.shape and bool((value == 1).all()):
                     return None  # the mask, of a text without padding
+                if value.shape == self._input_ids.shape and not value.any():
+                    return words.ZEROS_GIVEN  # the types of tokens
                 if torch.equal(value, self._input_ids):
                     return words.TOKENS_GIVEN
                 if value.shape == (3, *self._positions.shape) and is_alike(value):
@@ -1022,9 +1031,18 @@ class _Reader:
     def _product(self, module: Any, first: int = 0, num: int | None = None) -> ProductPlan:
         """Return the plan of some columns of a linear layer, by default all."""
         name = type(module).__name__
-        require(type(module) in PRODUCTS, f"{name} is not a plain linear layer")
+        is_linear = type(module) in PRODUCTS or self._is_linear(module)
+        require(is_linear, f"{name} is not a plain linear layer")
         num_columns, num_inputs = size_of(module)
         return ProductPlan(module, first, num or num_columns, num_inputs)
+
+    def _is_linear(self, module: nn.Linear) -> bool:
+        """Return whether a linear layer of a class of transformers gives what a plain one gives."""
+        held: dict[str, Any] = {**module._parameters}
+        given = self._value_given(module).tensor
+        is_plain = held.keys() == {"weight", "bias"} and not module._modules and not module._buffers
+        is_plain = is_plain and type(module).__module__.startswith("transformers.")
+        return is_plain and is_near(module(given), nn.functional.linear(given, **held))
 
 
 def _settings_of(

@@ -45,9 +45,10 @@ class Node:
         args, kwargs: its arguments, with values in the place of tensors.
         ins: the tensors among its arguments.
         outs: its results.
+        module: in whose forward it was called; None in none.
     """
 
-    __slots__ = ("args", "func", "ins", "kwargs", "name", "outs")
+    __slots__ = ("args", "func", "ins", "kwargs", "module", "name", "outs")
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func, self.args, self.kwargs, self.name = func, args, kwargs, "overwritten"
@@ -56,6 +57,7 @@ class Node:
         given = _leaves((*args, *kwargs.values()))
         self.ins = [each for each in given if type(each) is Value]
         self.outs: list[Value] = []
+        self.module: Any = None
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -67,6 +69,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sharing: dict[int, dict[int, Tensor]] = {}  # tensors by the address of their memory
         self.seen: list[Value] = []
         self.asked: list[Value] = []  # values whose numbers Python asked for
+        self.inside: list[Any] = []  # modules whose forward runs, the innermost last
 
     def value(self, tensor: Tensor) -> Value:
         """Return what a tensor now is; a value of no node for one that no operator made."""
@@ -99,6 +102,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return _DECOMPOSED.get(func, _product_of_complex)(*args, **kwargs)
         values_of = {name: self._given(each) for name, each in kwargs.items()}
         node = Node(func, self._given(args), values_of)
+        node.module = self.inside[-1] if self.inside else None
         self.asked += node.ins if func is torch.ops.aten._local_scalar_dense.default else []
         out = func(*args, **kwargs)
         made = (each for each in _leaves((out,)) if isinstance(each, Tensor))

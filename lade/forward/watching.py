@@ -30,15 +30,17 @@ from lade.compat.view import HOOKED, apart, with_attention, with_eager_experts, 
 from lade.forward.comparing import UnsupportedForwardError, require
 from lade.forward.packed import PackedConv1D, PackedEmbedding, PackedLinear, PackedStack
 from lade.forward.trace import Trace, Value
+from lade.forward.written import written_in
 from lade.machine.generators import are_random_states, put_back, random_states
 from lade.targets.masks import FULL, AttentionSpan
 
 _POSITIONS = [0, 1, 2, 1_000_003, 1_000_004]  # of the watched forward
 _OTHERS = [0, 1, 900_001]  # of another one
 _NUM_BEFORE = 7  # tokens that seem to be in a cache
-_WATCHED = "lade_watched"
+#: Attention implementations: a function of ours, and what a model writes out.
+_WATCHED, _WRITTEN = "lade_watched", "lade_written"
 #: Transformers' attention, and the function that makes its masks.
-SDPA, _sdpa_mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
+SDPA, _MASKS = AttentionInterface()["sdpa"], AttentionMaskInterface()
 
 # From a batch row, a head, a query and a key, as tensors of indices, to whether it is seen.
 _Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -122,25 +124,33 @@ def _attend(
     return out, None
 
 
-def _mask(*args: Any, mask_function: _Sees, **kwargs: Any) -> Tensor:
-    """Return a mask as `sdpa` has it, and note the function that tells what a query sees."""
+def _mask(make: Any, *args: Any, mask_function: _Sees, **kwargs: Any) -> Tensor:
+    """Return a mask of an implementation, and note the function that tells what a query sees."""
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    made: Tensor = _sdpa_mask(*args, mask_function=mask_function, **kwargs)
+    made: Tensor = make(*args, mask_function=mask_function, **kwargs)
     _masks.get().append((made, mask_function))
     return made
 
 
 AttentionInterface.register(_WATCHED, _attend)
-AttentionMaskInterface.register(_WATCHED, _mask)
+AttentionMaskInterface.register(_WATCHED, partial(_mask, _MASKS["sdpa"]))
+AttentionMaskInterface.register(_WRITTEN, partial(_mask, _MASKS["eager"]))
 
 
-def watch(model: Model, *, is_other: bool = False, is_later: bool = False) -> Watched:
+def watch(
+    model: Model,
+    *,
+    is_other: bool = False,
+    is_later: bool = False,
+    attention: str = _WATCHED,
+) -> Watched:
     """Run a short text by a view of a model, with stand-ins for its weights.
 
     Args:
         model: the model.
         is_other: whether to run another text, of another length and at other positions.
         is_later: whether a cache, which shows none, says that some tokens came before.
+        attention: what it attends by; what it writes out, if it calls none of transformers'.
 
     Raises:
         UnsupportedForwardError: the forward fails, or modules do not run their own code.
@@ -148,7 +158,7 @@ def watch(model: Model, *, is_other: bool = False, is_later: bool = False) -> Wa
     training = [each for each in model.modules() if each.training]
     checkpoints = any(getattr(each, "gradient_checkpointing", False) for each in training)
     require(not checkpoints, "it is in training mode, with gradient checkpointing")
-    view = apart(with_attention(with_eager_experts(model), _WATCHED))
+    view = apart(with_attention(with_eager_experts(model), attention))
     # Hooks of the whole model and of its layers are called around jobs.
     hooked: set[nn.Module] = set()
     calls: dict[nn.Module, list[Called]] = {}
@@ -157,10 +167,12 @@ def watch(model: Model, *, is_other: bool = False, is_later: bool = False) -> Wa
     begun: list[tuple[list[Value], int]] = []
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        _trace.get().inside.append(module)
         given = [*map(_trace.get().value, tensors_of((args, kwargs)))]
         begun.append((given, len(_trace.get().seen)))
 
     def note(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        _trace.get().inside.pop()
         made = [*map(_trace.get().value, tensors_of(out))]
         given, first = begun.pop()
         seen = slice(first, len(_trace.get().seen))
@@ -219,6 +231,12 @@ def watch(model: Model, *, is_other: bool = False, is_later: bool = False) -> Wa
         put_back(model.device, states)
         raise UnsupportedForwardError("it is in training mode, and draws random numbers")
     attended = [each for module in view.modules() for each in vars(module).get(_WATCHED, ())]
+    if not attended and attention == _WATCHED:
+        return watch(model, is_other=is_other, is_later=is_later, attention=_WRITTEN)
+    if not attended:
+        for each in written_in(trace, [mask for mask, _ in masks]):
+            settings = {"scaling": each.scaling, "is_causal": True}
+            attended.append(Attended._make((*each[:-1], settings)))
     for module in view.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()

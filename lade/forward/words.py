@@ -130,8 +130,10 @@ LIE_ACROSS, ALTERNATE = 1, 2
 EVERY_TOKEN, KEPT_TOKENS, KEPT_ROWS = range(3)
 
 # What a module of a plan gets in the place of states, of positions, of tokens, of positions that
-# three axes count alike, and of places in the text, which the model counts itself.
-STATES_GIVEN, POSITIONS_GIVEN, TOKENS_GIVEN, AXES_GIVEN, PLACES_GIVEN = (object() for _ in range(5))
+# three axes count alike, of places in the text, which the model counts itself, and of zeros.
+STATES_GIVEN, POSITIONS_GIVEN, TOKENS_GIVEN, AXES_GIVEN, PLACES_GIVEN, ZEROS_GIVEN = (
+    object() for _ in range(6)
+)
 
 # Formats of packed weights, by GGML's numbers: its names, numbers in a block, and bytes of one.
 BLOCKS = {
