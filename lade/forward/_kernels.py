@@ -39,7 +39,7 @@ from lade.forward._tiles import (
 from lade.forward._workers import end, look, next_phase, pieces
 
 _MOST_ROWS = BLOCK  # rows of queries in a piece of attention
-_UNIT, _MOST_COLUMNS = 48, 192  # whole tiles
+_UNIT, _MOST_COLUMNS = 48, 192  # of a piece: whole tiles
 _FEW_CHOICES = 64  # choices of experts whose results for many columns fit into the second cache
 # Sums of a piece of an expert's columns that lie side by side: in rows of 11 kilobytes instead of
 # 768 bytes, a core reads them at 15 GB/s instead of 10.
