@@ -154,6 +154,8 @@ class FusedForwards:
         self._workspaces: list[_Workspace] = []
         self._threads = NumThreads()
         self._weights = Weights(plan, self._kinds, keeping, compiled, names)
+        taken = [x for _, call in self._weights.calls for x in (*call.args, *call.kwargs.values())]
+        self._gets_zeros = any(each is words.ZEROS_GIVEN for each in taken)
         require(self._weights.fit(), "its weights are no plain matrices")
         files = (f"{type(each).__module__}." for each in model.modules())
         self._is_unchanged = None if all(x.startswith(_HOMES) for x in files) else is_unchanged
@@ -418,9 +420,11 @@ class FusedForwards:
         positions, num = request.positions, request.positions.shape[1]
         given = {words.POSITIONS_GIVEN: positions, words.AXES_GIVEN: positions.expand(3, -1, -1)}
         given[words.TOKENS_GIVEN] = self._weights.replaced(request.input_ids)
-        given[words.ZEROS_GIVEN] = torch.zeros_like(positions)
-        counted = [part.cache.get_seq_length() + np.arange(part.num) for part in request.parts]
-        given[words.PLACES_GIVEN] = torch.from_numpy(np.concatenate(counted))[None]
+        if self._gets_zeros:
+            given[words.ZEROS_GIVEN] = torch.zeros_like(positions)
+        if self.counts:
+            counted = [part.cache.get_seq_length() + np.arange(part.num) for part in request.parts]
+            given[words.PLACES_GIVEN] = torch.from_numpy(np.concatenate(counted))[None]
         given[words.STATES_GIVEN] = torch.zeros(1, dtype=torch.float32, device="cpu").expand(
             1, num, self._hidden
         )

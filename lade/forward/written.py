@@ -5,7 +5,7 @@ the order of scores, multiply all of them by a number, or add a mask that transf
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -88,8 +88,8 @@ def _read(
     is_plain = node.name == "bmm" or _number(node.ins[0]) == 0
     require(is_plain, "torch's baddbmm adds to scores")
     require(len(found) == 1, f"it adds {len(found)} masks of transformers to scores")
-    taken = (query, _heads), (key, _heads_across), (values, _heads)
-    of_heads = [_of_heads(each, heads) for each, heads in taken]
+    multiplied = query.tensor, key.tensor.transpose(1, 2), values.tensor
+    of_heads = [*map(_of_heads, (query, key, values), multiplied)]
     return *of_heads, out, found[0], scaling * node.kwargs.get("alpha", 1)
 
 
@@ -156,18 +156,9 @@ def _mask_of(value: Value, memory: dict[int, Tensor]) -> Tensor | None:
     return memory.get(value.tensor.untyped_storage().data_ptr())
 
 
-def _heads(value: Tensor) -> Tensor:
-    return value
-
-
-def _heads_across(value: Tensor) -> Tensor:
-    return value.transpose(1, 2)
-
-
-def _of_heads(value: Value, heads: Callable[[Tensor], Tensor]) -> Value:
-    """Return the value [1, heads, tokens, size] of which a product gets all numbers, or copies."""
-    wanted, found = heads(value.tensor), None
-    each = value
+def _of_heads(value: Value, wanted: Tensor) -> Value:
+    """Return the value [1, heads, tokens, size] whose numbers, or copies, a product gets."""
+    each, found = value, None
     while True:
         shape = each.tensor.shape
         if len(shape) == 4 and shape[0] == 1 and shape[2:] == wanted.shape[1:]:

@@ -98,7 +98,7 @@ def by_lade(
     more = {"config": config, "pool": pool, "drafter": drafter, "return_dict_in_generate": True}
 
     def answer(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
-        output, (sec, cpu_sec) = _timed(generate, model, {**inputs, **more, **options})
+        output, (sec, cpu_sec) = timed(generate, model, {**inputs, **more, **options})
         rows = new_rows(model, output.sequences, inputs["input_ids"].shape[1])
         return Answer(rows, sec, output.stats, cpu_sec)
 
@@ -128,11 +128,11 @@ def _standard(
     model: Any, inputs: dict[str, Any], options: dict[str, Any]
 ) -> tuple[list[list[int]], tuple[float, float]]:
     # By the class's generate, in case the model is wrapped.
-    output, took = _timed(type(model).generate, model, {**inputs, **options})
+    output, took = timed(type(model).generate, model, {**inputs, **options})
     return new_rows(model, output, inputs["input_ids"].shape[1]), took
 
 
-def _timed(
+def timed(
     run: Callable[..., Any], model: Any, given: dict[str, Any]
 ) -> tuple[Any, tuple[float, float]]:
     """Return what a call returns, and its seconds and those of all CPU cores."""

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
 import torch
 
-from lade.apps.bench.methods import Answer, Method
+from lade.apps.bench.methods import Answer, Method, timed
 from lade.errors import UserError
 from lade.models.loading import LoadedModel, gguf_in
 from lade.stats import DecodeStats
@@ -147,9 +146,11 @@ def beside_rivals(loaded: LoadedModel, num_tokens: int) -> dict[str, Callable[[]
 def _method(started: Callable[[], Ask]) -> Method:
     def answer(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
         ask, token_ids = started(), inputs["input_ids"][0].tolist()
-        start, cpu_start = perf_counter(), process_time()
-        row = ask(token_ids, options["max_new_tokens"], lambda num: None)
-        sec, cpu_sec = perf_counter() - start, process_time() - cpu_start
+
+        def run(model: Any) -> list[int]:
+            return ask(token_ids, options["max_new_tokens"], lambda num: None)
+
+        row, (sec, cpu_sec) = timed(run, model, {})
         return Answer([row], sec, DecodeStats(), cpu_sec)
 
     return answer
