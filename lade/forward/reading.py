@@ -223,12 +223,13 @@ def read(model: Model) -> DecoderPlan:
     placeholders = [each for each in placeholders_of(model) if each < text.vocab_size]
     with closing(watch(model)) as watched:
         plan, replaced = _of_model(watched, model), tuple[tuple[int, int], ...]()
+        later: dict[str, Any] = {"is_later": plan.counts, "attention": attention_of(watched.view)}
         if placeholders:
             names = {module: name for name, module in model.named_modules()}
             embedding = watched.view.get_submodule(names[plan.embeddings[0]])
             replaced = _replaced(watched.view, embedding, placeholders)
     # What is read must hold for every text: of another length, at other positions.
-    with closing(watch(model, is_other=True, is_later=plan.counts)) as watched:
+    with closing(watch(model, is_other=True, **later)) as watched:
         is_same = plan == _of_model(watched, model)
     require(is_same, "its forward depends on the text in another way than by rows")
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(plan.layers)

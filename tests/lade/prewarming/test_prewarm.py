@@ -207,7 +207,7 @@ def test_a_pool_that_is_no_table_is_not_added_to(tmp_path: Path) -> None:
         prewarm(model, tmp_path)
 
 
-def test_a_table_of_another_tool_is_told_and_left_to_others(tmp_path: Path) -> None:
+def test_a_table_of_another_tool_is_refused_and_left_to_others(tmp_path: Path) -> None:
     model = tiny_model("llama")
     path = prewarm(model, tmp_path, 100).path
     pool = lade.NGramPool.load(path)
