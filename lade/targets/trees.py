@@ -191,6 +191,7 @@ class TreeTarget(Target):
             start, num_tokens = self.cache.get_seq_length(), self._input_ids.shape[1]
             part = self._prompt_part(positions, start, num_tokens - start)
             logits = self._run(part.view, {**part.inputs, LOGITS_KEPT: 1})
+            keep_attributes(part.view, self._model)  # that hooks of both collect states, say
             if self._recorded is not None:
                 self._recorded.commit(0, range(num_tokens))
         if logits is None:

@@ -115,6 +115,23 @@ def check_one_step(model: Any, draft: Draft, leaf: int) -> None:
     check_cache(model, target, committed)
 
 
+@torch.no_grad()
+def test_states_are_recorded_once_by_whichever_view_runs() -> None:
+    """Transformers hooks a model at its first forward that collects states, and a view by itself."""
+    model, ids = tiny_model("llama"), torch.tensor([[5, 9, 11]])
+    target = TreeTarget(model, ids, {}, tree_layout(model), 9, attention="eager")
+    take = target.record({"output_hidden_states": True})
+    target.prefill()
+    roots = [Tree.build(8, Draft.empty())]
+    for run in (lambda: target.forward(target.inputs(roots)), lambda: target.forward_roots(roots)):
+        run()
+        target.commit([[ROOT]])
+    output = take(5)
+    text = model(torch.tensor([[5, 9, 11, 8, 8]]), output_hidden_states=True)
+    for got, expected in zip(output.hidden_states, text.hidden_states, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 def check_cache(model: Any, target: TreeTarget, committed: list[int]) -> None:
     """The cache is what a fresh forward over its committed tokens leaves."""
     fresh = DynamicCache(config=model.config)
