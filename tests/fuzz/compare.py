@@ -347,11 +347,13 @@ def record(
     random.seed(1)
     np.random.seed(1)
     foreign = _foreign_state()
-    is_other_length = may_fail or "cache_implementation" in arguments
+    is_packed = any(each.dtype is torch.uint8 for each in model.parameters())
+    is_other_padding = may_fail or is_packed or "cache_implementation" in arguments
     mask = arguments.get("attention_mask")
-    if is_other_length and isinstance(mask, Tensor) and mask.dim() == 2:
+    if is_other_padding and isinstance(mask, Tensor) and mask.dim() == 2:
         # What padding attends to, alone, follows the length of the forward that ran it, which is
-        # another one where drafts fail, and the whole cache's where that is static.
+        # another one where drafts fail, and the whole cache's where that is static. Packed weights
+        # run a padded prompt by masks, in which padding sees itself.
         run.padding = mask == 0
     try:
         with quiet(), _noting_doubts(run, may_fail):
