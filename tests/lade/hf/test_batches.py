@@ -196,7 +196,7 @@ def test_rows_that_all_have_padding_are_proved_where_a_hook_looks_on() -> None:
         assert got.stats.num_accepted_tokens > 0
 
 
-class Ending(BaseStreamer):  # type: ignore[no-untyped-call, misc]
+class Ending(BaseStreamer):  # type: ignore[misc]
     """Knows whether a call has ended."""
 
     has_ended = False
