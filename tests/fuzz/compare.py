@@ -566,15 +566,16 @@ def _mapping_differences(name: str, plain: Any, mine: Any) -> list[str]:
 
 
 def _clear_padding(cache: Any, padding: Tensor) -> None:
-    """Write zeros where layers that hold the whole text hold padding."""
+    """Write zeros where layers hold padding; those with windows hold the last tokens alone."""
     for layer in getattr(cache, "layers", []):
         for name in ("keys", "values"):
             held = getattr(layer, name, None)
-            if isinstance(held, Tensor) and held.dim() == 4 and held.shape[2] >= padding.shape[1]:
-                slots = torch.zeros(len(held), held.shape[2], dtype=torch.bool)
-                slots[:, : padding.shape[1]] = padding.repeat_interleave(
-                    len(held) // len(padding), 0
-                )
+            if isinstance(held, Tensor) and held.dim() == 4:
+                num = held.shape[2]
+                first = 0 if num >= padding.shape[1] else layer.get_seq_length() - num
+                slots = torch.zeros(len(held), num, dtype=torch.bool)
+                hidden = padding[:, first : first + num]
+                slots[:, : hidden.shape[1]] = hidden.repeat_interleave(len(held) // len(padding), 0)
                 setattr(layer, name, held.masked_fill(slots[:, None, :, None], 0))
 
 
