@@ -6,6 +6,7 @@ prefix.
 """
 
 import random
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache
 from lade.targets.layout import tree_layout
 from lade.targets.parts import Calls, with_calls
-from tests.grids import thinned
+from tests.grids import thinned, thinned_rows
 from tests.lade.forward.families import adapted, model_of, widened
 from tests.lade.forward.lanes import kernels_with
 from tests.lade.forward.test_job import SERVED
@@ -36,6 +37,7 @@ HOWS = "piece", "tree", "parts", "kept"
 # Wide enough for what is rounded to 16 bits to show in which order it was summed.
 MIDDLE: dict[str, Any] = {"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 32}
 MIDDLE |= {"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 4, "vocab_size": 997}
+NAN = float("nan")
 LENGTH = 150  # more than two blocks of keys, and than a piece of a prompt
 
 
@@ -52,10 +54,13 @@ def force(name: str, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     return WAYS[name]
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=thinned(WAYS, "bfloat16"))
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """Run every forward of a test by jobs, with weights of a dtype."""
     return force(request.param, monkeypatch)
+
+
+in_all = pytest.mark.parametrize("dtype", WAYS, indirect=True)  # else in one, if not exhaustive
 
 
 @pytest.fixture(autouse=True)
@@ -225,6 +230,7 @@ def test_a_token_has_the_same_bits_in_any_forward(family: str, dtype: torch.dtyp
         assert texts.differences(seed) == []
 
 
+@in_all
 def test_each_kind_of_forward_gives_the_same_bits(dtype: torch.dtype) -> None:
     texts = Texts(model_of("llama", dtype, **MIDDLE))
     for how in HOWS[:3]:
@@ -245,9 +251,18 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    thinned_rows(product(SHAPES, WAYS), *zip(SHAPES, WAYS, strict=True)),
+    ids=str,
+    indirect=["dtype"],
+)
 def test_rows_need_not_be_whole_vectors(options: dict[str, Any], dtype: torch.dtype) -> None:
-    assert Texts(model_of("llama", dtype, **options)).differences(0) == []
+    model = model_of("llama", dtype, **options)
+    texts = Texts(model)
+    assert texts.differences(0) == []
+    theirs = model.float()(torch.tensor([texts._ids])).logits[0, 1:]
+    assert torch.allclose(torch.stack(texts.logits), theirs, atol=1e-4)
 
 
 def test_low_rank_additions_have_the_same_bits(dtype: torch.dtype) -> None:
@@ -298,7 +313,8 @@ def test_vectors_of_either_length_keep_the_order(
 # --- what is hidden ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@in_all
+@pytest.mark.parametrize("value", thinned([NAN, float("inf")], NAN))
 def test_what_is_hidden_adds_nothing_whatever_it_holds(value: float, dtype: torch.dtype) -> None:
     """Neither rejected siblings, nor what follows in the same piece; what is seen counts."""
     model = model_of("llama", dtype)

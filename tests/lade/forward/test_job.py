@@ -149,7 +149,7 @@ def test_logits_are_those_of_the_model(
     assert 1 in {each.num_tokens for each in compared}
 
 
-@pytest.mark.parametrize("num_tokens", [127, 128, 129, 300])
+@pytest.mark.parametrize("num_tokens", thinned([127, 128, 129, 300], 129, 300))
 @pytest.mark.parametrize("family", thinned(["llama", "gemma2", "mistral", "glm"], "llama"))
 def test_long_prompts_run_in_pieces(
     family: str, num_tokens: int, compared: list[Apart], monkeypatch: pytest.MonkeyPatch
@@ -200,47 +200,12 @@ def test_layers_that_read_the_keys_of_others_run_for_the_last_token_of_a_prompt(
     assert [each for each in compared if not each.is_close] == []
 
 
-def test_heads_of_other_sizes(compared: list[Apart]) -> None:
-    sizes: list[dict[str, int]] = [
-        {"head_dim": 32},
-        {"head_dim": 48, "num_key_value_heads": 1},
-        {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 144, "head_dim": 128},
-        {"intermediate_size": 100, "num_attention_heads": 5, "hidden_size": 80, "head_dim": 16}
-        | {"num_key_value_heads": 5, "vocab_size": 131},
-    ]
-    for options, dtype in zip(sizes, [*FORMATS, torch.float32], strict=True):
-        compared.clear()
-        with_drafts(model_of("llama", dtype, **options), TEXT, max_new_tokens=8)
-        assert compared
-        assert [each for each in compared if not each.is_close] == []
-
-
 def test_queries_may_be_multiplied_by_numbers_of_their_positions(compared: list[Apart]) -> None:
     rope = model_of("ministral3").config.rope_parameters
-    for dtype in FORMATS:
-        scaled = {**rope, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5}
-        with_drafts(model_of("ministral3", dtype, rope_parameters=scaled), TEXT, max_new_tokens=8)
+    scaled = {**rope, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5}
+    with_drafts(model_of("ministral3", rope_parameters=scaled), TEXT, max_new_tokens=8)
     assert compared
     assert [each for each in compared if not each.is_close] == []
-
-
-def test_no_row_of_a_tree_sees_what_its_mask_hides(ran: list[Ran]) -> None:
-    """Each node has the logits that its path alone has."""
-    model = model_of("llama")
-    target = Prefilled(model, TEXT)
-    draft = make_draft([-1, 0, -1, 2, 2, 4, 0, -1])
-    ran.clear()
-    logits = target.forward(target.inputs([Tree.build(11, draft)]))[0]
-    assert ran == [Ran(9, 1)]
-    target.discard()
-    for node in range(len(draft.parents)):
-        path = [node]
-        while draft.parents[path[0]] >= 0:
-            path.insert(0, int(draft.parents[path[0]]))
-        tokens = [11, *(int(draft.token_ids[each]) for each in path)]
-        with torch.no_grad():
-            expected = model(torch.cat([TEXT, torch.tensor([tokens])], dim=1)).logits[0, -1]
-        assert distance(logits[node + 1].double(), expected.double()) < 1e-4
 
 
 class Prefilled(TreeTarget):
@@ -281,7 +246,7 @@ def no_grad() -> Any:
 # --- several texts ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", thinned(FORMATS, torch.bfloat16), ids=str)
 def test_logits_of_several_calls_are_those_of_the_model(
     dtype: torch.dtype, compared: list[Apart]
 ) -> None:
@@ -299,7 +264,7 @@ def test_logits_of_several_calls_are_those_of_the_model(
     assert [each for each in compared if not each.is_close] == []
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", thinned(FORMATS, torch.float16), ids=str)
 @pytest.mark.parametrize(
     "family", thinned([name for name in SORTS if name not in (*PLAIN, *CHAINS)], "llama")
 )
@@ -343,20 +308,15 @@ REFUSED = {each.__name__: each for each in (_sparse, _negated, _transposed)}
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
-@pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("change", REFUSED)
-def test_what_is_no_plain_decoder_is_left_to_torch(
-    change: str, is_known: bool, ran: list[Ran]
-) -> None:
+def test_what_is_no_plain_decoder_is_left_to_torch(change: str, ran: list[Ran]) -> None:
     model = model_of("llama")
-    forwards = None
-    if is_known:
-        forwards = forwards_for(model)
-        assert forwards is not None
-        assert forwards.view(model) is not model
-        same_as_generate(model, TEXT, accept=0.7)
-        assert ran
-        ran.clear()
+    forwards = forwards_for(model)
+    assert forwards is not None
+    assert forwards.view(model) is not model
+    same_as_generate(model, TEXT, accept=0.7)
+    assert ran
+    ran.clear()
     REFUSED[change](model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lade.PlainDecodingWarning)
@@ -364,8 +324,7 @@ def test_what_is_no_plain_decoder_is_left_to_torch(
     assert ran == []
     afresh = forwards_for(model)
     assert afresh is None or afresh.view(model) is model
-    if forwards is not None:
-        assert forwards.view(model) is model
+    assert forwards.view(model) is model
 
 
 # --- models that change ---------------------------------------------------------------------------
@@ -391,9 +350,14 @@ def test_low_rank_additions_in_16_bits_round_states() -> None:
     assert computing(model) is model
 
 
-@pytest.mark.parametrize("rank", [5, 40])
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
-@pytest.mark.parametrize("family", thinned(["llama", "phi3", "starcoder2", "gemma2"], "llama"))
+@pytest.mark.parametrize(
+    ("family", "dtype", "rank"),
+    thinned_rows(
+        product(["llama", "phi3", "starcoder2", "gemma2"], FORMATS, [5, 40]),
+        *(("llama", torch.bfloat16, 5), ("llama", torch.float32, 40)),
+    ),
+    ids=str,
+)
 def test_low_rank_additions(
     family: str, dtype: torch.dtype, rank: int, compared: list[Apart]
 ) -> None:
@@ -447,9 +411,7 @@ SWITCHES: dict[str, Callable[[list[LowRank]], None]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "change", thinned(SWITCHES, "off", "turned", "scaled", "weights", "replaced")
-)
+@pytest.mark.parametrize("change", thinned(SWITCHES, "off", "scaled", "weights"))
 def test_additions_are_those_of_the_moment(change: str, ran: list[Ran]) -> None:
     """In the same view as in another, where they are read anew."""
     model = model_of("llama")
@@ -472,7 +434,7 @@ def test_additions_are_those_of_the_moment(change: str, ran: list[Ran]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", thinned(FORMATS, torch.bfloat16), ids=str)
 def test_peft_is_read(dtype: torch.dtype, compared: list[Apart]) -> None:
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(r=4, lora_alpha=9, target_modules=["q_proj", "v_proj", "down_proj"])
@@ -498,7 +460,6 @@ def test_what_is_no_sum_of_products_is_left_to_torch() -> None:
     ):
         model = model_of("llama")
         layers = adapted(model)
-        assert forwards_for(model) is not None
         change(layers[3])
         assert forwards_for(model) is None
 
@@ -551,33 +512,7 @@ def test_hooks_of_layers_are_called_around_them(
     assert dtype is not torch.float32 or [e for e in compared if not e.is_close] == []
 
 
-def test_hooks_of_layers_may_come_and_go(ran: list[Ran]) -> None:
-    model = model_of("llama")
-    target = Prefilled(model, TEXT)
-    layer = model.model.layers[1]
-    for register in (
-        lambda: layer.register_forward_hook(lambda _, args, out: out * 2),
-        lambda: layer.register_forward_pre_hook(lambda _, args: args[0] * 2),
-        lambda: layer.register_forward_pre_hook(
-            lambda _, args, inputs: (args, inputs | {"attention_mask": None}), with_kwargs=True
-        ),
-        lambda: nn.modules.module.register_module_forward_hook(
-            lambda module, _, out: out * 2 if isinstance(module, type(layer.mlp)) else None
-        ),
-    ):
-        before = target.run([-1, 0, -1])
-        handle = register()
-        try:
-            ran.clear()
-            after = target.run([-1, 0, -1])
-            assert not is_close(after, before)[0]
-            assert is_close(after, target.run_plainly([-1, 0, -1]))[0]
-        finally:
-            handle.remove()
-        assert is_close(target.run([-1, 0, -1]), before)[0]
-
-
-@pytest.mark.parametrize("num_tokens", [33, 300])
+@pytest.mark.parametrize("num_tokens", thinned([33, 300], 300))
 def test_a_hook_of_every_layer_sees_every_token(num_tokens: int, ran: list[Ran]) -> None:
     model = model_of("llama")
     ids = torch.randint(5, 96, (1, num_tokens))
@@ -626,7 +561,7 @@ def test_hooks_may_wait_for_other_threads_and_run_the_model(ran: list[Ran]) -> N
 # --- jobs that are wrong, or slow -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", thinned(FORMATS, torch.bfloat16), ids=str)
 def test_a_wrong_job_is_never_used(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     by_job = file.FusedForwards._by_job
 

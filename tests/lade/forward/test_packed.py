@@ -20,7 +20,7 @@ from lade.forward.linear import kernels
 from lade.forward.packed import PackedEmbedding, PackedLinear, made_whole
 from lade.forward.words import BLOCKS
 from lade.models.gguf import load_gguf
-from tests.grids import thinned
+from tests.grids import thinned, thinned_rows
 from tests.lade.forward.conftest import Ran
 from tests.lade.forward.conftest import noted as noted_jobs
 from tests.lade.forward.lanes import kernels_with
@@ -33,7 +33,9 @@ NUMBERS = {name: number for number, (name, *_) in BLOCKS.items() if name != "F32
 SIZES = ((9, 256), (37, 1536), (18, 1120), (10, 96))
 NUM_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 15, 16, 17, 40, 63, 64, 65, 128)
 BY_DIGITS = [BLOCKS[each][0] for each in _digits.FORMATS]  # by this CPU; none on some
-QUICK = {"Q4_1", "Q6_K", "Q8_0", "MXFP4"} & {*BY_DIGITS}
+DOTS = [each for each in ("avxvnni", "avx2") if FEATURES.get(each)]
+OF_DOTS = [(name, dot) for name in BY_DIGITS for dot in DOTS]
+QUICK = {*zip(("Q8_0", "Q6_K", "Q4_1", "MXFP4"), DOTS * 2, strict=False)} & {*OF_DOTS}
 
 
 write_digits = numba.njit(lambda *of: _digits.write_digits(of), error_model="numpy")
@@ -55,7 +57,7 @@ def product(function: Any, inputs: Any, weight: Any, num: int) -> Any:
     return made
 
 
-@pytest.mark.parametrize("lanes", [None, 8])
+@pytest.mark.parametrize("lanes", thinned([None, 8], None))
 @pytest.mark.parametrize("name", thinned(NUMBERS, "Q6_K"))
 def test_products_are_exact_and_add_in_one_order(
     name: str, lanes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -64,8 +66,7 @@ def test_products_are_exact_and_add_in_one_order(
     check_products(name, module)
 
 
-@pytest.mark.parametrize("dot", [each for each in ("avxvnni", "avx2") if FEATURES.get(each)])
-@pytest.mark.parametrize("name", thinned(BY_DIGITS, *QUICK))
+@pytest.mark.parametrize(("name", "dot"), thinned_rows(OF_DOTS, *QUICK))
 def test_products_by_digits_are_exact_and_add_in_one_order(
     name: str, dot: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +175,7 @@ def test_where_kernels_cannot_run_or_are_wrong_torch_runs_layers(
     assert file.unpacked(layer.weight[:0], NUMBERS["Q8_0"]).shape[0] == 0
 
 
-MIXED = [f"{name} Q4_K+Q6_K" for name in ("llama", "qwen3_moe", "qwen2_moe", "gemma4_text")]
+MIXED = [f"{name} Q4_K+Q6_K" for name in ("llama", "qwen2_moe", "gemma4_text")]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_a_job_runs_packed_weights(
     formats = names.split("+")
     expected = write(tmp_path, family, *formats)
     model = load_gguf(tmp_path / "model.gguf")
-    with_drafts(model, TEXT, max_new_tokens=40)
+    with_drafts(model, TEXT, max_new_tokens=16)
     assert [each for each in compared if not each.is_close] == []
     assert {1, TEXT.shape[1]} < {each.num_tokens for each in compared}
     assert file.formats_of(model) == sorted(formats)
@@ -201,8 +202,7 @@ def test_a_job_runs_packed_weights(
         assert torch.allclose(model(TEXT).logits, expected(TEXT).logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("has_digits", [True, False])
-@pytest.mark.parametrize("size", [64, 48])
+@pytest.mark.parametrize(("size", "has_digits"), [(64, True), (64, False), (48, True)])
 def test_formats_and_sizes_of_heads_decide_what_reads_digits(
     size: int,
     has_digits: bool,
@@ -254,7 +254,7 @@ def test_a_prompt_in_pieces_is_that_of_the_model_made_whole(ran: list[Ran], tmp_
     assert torch.equal(answer, whole_model.generate(text, **options))
 
 
-@pytest.mark.parametrize("mask", [[0, 0, 0], [1, 1, 0], [0, 0, 1]])
+@pytest.mark.parametrize("mask", [[0, 0, 0], [1, 1, 0]])
 def test_a_prompt_sees_what_it_sees_in_generate(mask: list[int], tmp_path: Path) -> None:
     """Where its last token is padding, too: what that one sees decides the text."""
     whole_model, text = write(tmp_path, "llama", "Q8_0"), TEXT[:, :3]
@@ -264,7 +264,7 @@ def test_a_prompt_sees_what_it_sees_in_generate(mask: list[int], tmp_path: Path)
     assert torch.equal(lade.generate(model, text, **options), whole_model.generate(text, **options))
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", thinned(["gemma2", "gpt_oss"], "gpt_oss"))
 def test_a_prompt_longer_than_a_window_runs_by_a_job(
     family: str, ran: list[Ran], tmp_path: Path
 ) -> None:

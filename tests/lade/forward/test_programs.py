@@ -77,7 +77,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Writer, Written]]:
 
 @pytest.mark.parametrize(
     "family",
-    thinned(READABLE, "cohere2", "phimoe", "bamba", "qwen3_next"),
+    thinned(READABLE, "cohere2", "bamba", "qwen3_next"),
 )
 @torch.no_grad()
 def test_programs_give_what_torch_gave(

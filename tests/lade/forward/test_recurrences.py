@@ -29,8 +29,8 @@ _SIZES: list[tuple[str, dict[str, Any]]] = [
     ("bamba", {"mamba_n_groups": 8, "mamba_proj_bias": True, "mamba_d_conv": 2}),
 ]
 SIZES = [(*size, dtype) for size, dtype in product(_SIZES, FORMATS)]
-# Most sizes, each in one format.
-QUICK = [(*_SIZES[each], FORMATS[each % 3]) for each in (1, 2, 3, 4, 8, 9, 10, 11)]
+# Sizes of each kind, each in one format.
+QUICK = [(*_SIZES[each], FORMATS[each % 3]) for each in (2, 4, 8, 10, 11)]
 of_sizes = pytest.mark.parametrize(
     ("family", "options", "dtype"), thinned_rows(SIZES, *QUICK), ids=str
 )
@@ -47,7 +47,7 @@ def no_grad() -> Any:
 def test_layers_of_any_size(
     family: str, options: dict[str, Any], dtype: torch.dtype, compared: list[Apart]
 ) -> None:
-    with_drafts(model_of(family, dtype, **options), TEXT)
+    with_drafts(model_of(family, dtype, **options), TEXT, max_new_tokens=12)
     # Torch's own forwards are off by 1e-4: states add up errors.
     limit = 0.0 if family == "lfm2" else 5e-4
     assert all(each.is_close or float(each.told) < limit for each in compared), compared
@@ -66,9 +66,8 @@ def test_tokens_have_the_same_bits(
     ("family", "num_tokens"),
     thinned_rows(
         LENGTHS,
-        *(("lfm2", num) for num in (1, 2, 33, 700)),
-        *(("qwen3_next", num) for num in (3, 33, 700)),
-        *(("granitemoehybrid", num) for num in (2, 700)),
+        *(("lfm2", 1), ("lfm2", 700), ("qwen3_next", 3), ("qwen3_next", 700)),
+        ("granitemoehybrid", 2),
     ),
 )
 def test_prompts_of_any_length(family: str, num_tokens: int, ran: list[Ran]) -> None:
