@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.utils import parametrize
 from transformers import AttentionMaskInterface
 from transformers.cache_utils import DynamicLayer
@@ -135,39 +134,13 @@ class Hook:
 
 
 closures = kind(exchanged("closures", steered))
-on_embeddings = kind(exchanged("on_embeddings", steered, lambda model: model.model.embed_tokens))
 on_the_head = kind(exchanged("on_the_head", logits, lambda model: model.lm_head))
 first_position = kind(exchanged("first_position", _first))
 single_tokens = kind(exchanged("single_tokens", _single))
 means = kind(exchanged("means", lambda out, alpha: out - 0.3 * alpha * out.mean(1, keepdim=True)))
 
 
-@kind
-def objects(model: Any) -> Set:
-    return Exchanged(mlp_of(model).register_forward_hook, Hook)
-
-
-@kind
-def pre_hooks(model: Any) -> Set:
-    def make(alpha: float) -> Any:
-        return lambda module, args: (steered(args[0], alpha),)
-
-    return Exchanged(mlp_of(model).register_forward_pre_hook, make)
-
-
 # --- hooks that look elsewhere --------------------------------------------------------------------
-
-
-@kind
-def cell(model: Any) -> Set:
-    now = 0.0
-
-    def put(alpha: float) -> None:
-        nonlocal now
-        now = alpha
-
-    mlp_of(model).register_forward_hook(lambda module, args, output: steered(output, now))
-    return put
 
 
 @kind
@@ -214,21 +187,6 @@ def steering_in(model: Any) -> Steering:
 @kind
 def attribute(model: Any) -> Set:
     return partial(setattr, steering_in(model), "alpha")
-
-
-@kind
-def gate(model: Any) -> Set:
-    return torch.no_grad()(steering_in(model).gate.fill_)  # type: ignore[return-value]
-
-
-@kind
-def gate_by_data(model: Any) -> Set:
-    layer = steering_in(model)
-
-    def put(alpha: float) -> None:
-        layer.gate.data = torch.tensor(alpha, dtype=torch.float64)
-
-    return put
 
 
 @kind
@@ -303,7 +261,6 @@ def _patched(name: str, method: str) -> Kind:
 
 
 patched_method = _patched("patched_method", "forward")
-patched_later = _patched("patched_later", "_call_impl")
 
 
 @kind
@@ -360,12 +317,6 @@ def scaling(model: Any) -> Set:
 
 
 @kind
-def variance(model: Any) -> Set:
-    norm = model.model.layers[1].input_layernorm
-    return lambda alpha: setattr(norm, "variance_epsilon", 1e-6 + alpha / 9)
-
-
-@kind
 def rotary_scaling(model: Any) -> Set:
     rotary = model.model.rotary_emb
     return lambda alpha: setattr(rotary, "attention_scaling", 1.0 + alpha / 4)
@@ -388,9 +339,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 class Args:
     scale: float = 1.0
     calls: int = 0
-class Counted:
-    def __init__(self):
-        self.scale, self.calls = 1.0, 0
 class OfArgs(LlamaMLP):
     def forward(self, states):
         self.args.calls += 1
@@ -433,11 +381,9 @@ def _of_checkpoint(name: str, make: Callable[[Any, Any], Callable[[float], Any]]
     return kind(put_in)
 
 
-def _class(
-    name: str, holder: Callable[[Any], Any], args: str = "Args"
-) -> Callable[[Any, Any], Any]:
+def _class(name: str, holder: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     def make(file: Any, mlp: Any) -> Any:
-        mlp.__class__, mlp.args = vars(file)[name], vars(file)[args]()
+        mlp.__class__, mlp.args = vars(file)[name], file.Args()
         return partial(setattr, holder(file) or mlp.args, "SCALE" if name == "OfFile" else "scale")
 
     return make
@@ -450,7 +396,6 @@ def _activation(is_object: bool, file: Any, mlp: Any) -> Any:
 
 
 remote_args = _of_checkpoint("remote_args", _class("OfArgs", lambda file: None))
-remote_object = _of_checkpoint("remote_object", _class("OfArgs", lambda file: None, "Counted"))
 remote_class = _of_checkpoint("remote_class", _class("OfClass", lambda file: file.OfClass))
 remote_file = _of_checkpoint("remote_file", _class("OfFile", lambda file: file))
 remote_bag = _of_checkpoint("remote_bag", _class("OfBag", lambda file: file.bag))
@@ -512,8 +457,6 @@ def _biases(name: str, of_model: Callable[[Any], Any]) -> Kind:
 
 
 bias = _biases("bias", lambda model: model.model.layers[1].self_attn.o_proj)
-bias_of_values = _biases("bias_of_values", lambda model: model.model.layers[0].self_attn.v_proj)
-bias_of_the_mlp = _biases("bias_of_the_mlp", lambda model: mlp_of(model).down_proj)
 bias_of_the_head = _biases("bias_of_the_head", lambda model: model.lm_head)
 
 
@@ -605,9 +548,7 @@ def _coarse(made: Tensor) -> Tensor:
     return (made * 4).round() / 4 if made.is_floating_point() else made
 
 
-patched_silu = _of_torch("patched_silu", functional, "silu", _coarse)
 patched_rsqrt = _of_torch("patched_rsqrt", torch, "rsqrt", _coarse)
-patched_cat = _of_torch("patched_cat", torch, "cat", _coarse)
 patched_cache = _of_torch("patched_cache", DynamicLayer, "update", _coarse)
 
 

@@ -20,13 +20,12 @@ from tests.lade.tiny import tiny_model
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None}
 #: What is set one after the other: nothing at first, as steering code mostly begins.
-ALPHAS = (0.0, 2.0, 0.0, 0.6)
+ALPHAS = (0.0, 2.0, 0.0)
 SIX = lade.Config(max_draft_tokens=6)
 KEPT = lade.Config(max_draft_tokens=6, reuses_prefix=True)
 # One of each sort; `python -m tests.fuzz.states` takes all of them in every way.
 QUICK = [
-    *(states.closures, states.first_position, states.hook_attribute, states.patched_method),
-    *(states.gate_by_data_in_place, states.adapter_switch, states.scaling),
+    *(states.closures, states.hook_attribute, states.patched_method, states.adapter_switch),
     *(states.registered_attention, states.global_hook, states.remote_closure),
 ]
 # In a batch, user code may see its rows; `lade` runs them as parts of one row.
@@ -71,7 +70,7 @@ def test_state_that_is_set_anew_is_heeded(kind: Callable[[Any], Set]) -> None:
 
 @pytest.mark.parametrize("do_sample", thinned([False, True], False))
 @pytest.mark.parametrize("family", thinned(["llama", "mistral", "qwen2"], "llama"))
-@pytest.mark.parametrize("kind", thinned([*IN_ROWS, *KINDS], *IN_ROWS), ids=name_of)
+@pytest.mark.parametrize("kind", thinned(KINDS, *IN_ROWS), ids=name_of)
 def test_user_code_in_a_batch_is_proved(
     kind: Callable[[Any], Set], family: str, do_sample: bool
 ) -> None:
@@ -90,7 +89,7 @@ CASES = [(family, ids) for family in FAMILIES for ids in ("ONE", "THREE")]
 
 
 @pytest.mark.parametrize("case", thinned(CASES, ("llama", "ONE"), ("mamba", "THREE")))
-@pytest.mark.parametrize("verification", thinned(["tree", "chain", "snapshot", None], "tree", None))
+@pytest.mark.parametrize("verification", thinned(["tree", "chain", "snapshot", None], None))
 def test_every_way_to_verify_is_looked_at_before_it_is_believed(
     case: tuple[str, str], verification: Any
 ) -> None:
@@ -99,7 +98,7 @@ def test_every_way_to_verify_is_looked_at_before_it_is_believed(
     model = tiny_model(family, attention=attention, seed=1)
     put = states.exchanged("", states.logits, lambda model: model.get_output_embeddings())(model)
     config = lade.Config(max_draft_tokens=6, verification=verification)
-    for alpha in (0.0, 1.0, 0.0, 0.5):
+    for alpha in (0.0, 1.0, 0.0):
         put(alpha)
         try:
             ids = ONE if prompt == "ONE" else THREE
@@ -172,7 +171,9 @@ CHANGES: list[Callable[[Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=name_of)
+@pytest.mark.parametrize(
+    "change", thinned(CHANGES, hooked, quantized, pickled, written_in_place, trained), ids=name_of
+)
 def test_a_model_that_was_changed_answers_as_it_is_now(change: Callable[[Any], Any]) -> None:
     dtype = torch.float64 if change in (pickled, in_other_format, trained) else torch.float32
     model = model_of(dtype=dtype)

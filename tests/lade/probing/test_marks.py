@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 import lade
+from tests.grids import thinned
 from tests.lade.both import ONE
 from tests.lade.hf.test_multimodal import tiny_vlm
 from tests.lade.tiny import byte_tokenizer, tiny_model
@@ -163,7 +164,7 @@ def test_nothing_of_a_model_differs_after_a_check(made: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore::lade.PlainDecodingWarning")
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("kind", thinned(["dynamic", "longrope"], "longrope"))
 def test_calls_leave_the_angles_that_generate_leaves(kind: str) -> None:
     model = rope(kind)
     twin, config = copy.deepcopy(model), lade.Config(reuses_prefix=True)

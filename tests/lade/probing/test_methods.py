@@ -73,7 +73,7 @@ CHOSEN: list[tuple[str, dict[str, Any], str, dict[str, str]]] = [
 
 @pytest.mark.parametrize(
     ("family", "options", "verification", "reasons"),
-    thinned_rows(CHOSEN, *(CHOSEN[place] for place in (0, 2, 4, 6, 7, 8))),
+    thinned_rows(CHOSEN, *(CHOSEN[place] for place in (2, 4, 6, 7, 8))),
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_best_exact_way_is_chosen_and_the_others_have_their_reason(
@@ -113,7 +113,7 @@ def test_encoder_decoders_are_refused() -> None:
 
 @pytest.mark.parametrize("num_rows", thinned([1, 3], 3))
 @pytest.mark.parametrize(
-    "dtype", thinned([torch.float32, torch.bfloat16, torch.float16], torch.float32, torch.bfloat16)
+    "dtype", thinned([torch.float32, torch.bfloat16, torch.float16], torch.bfloat16)
 )
 def test_rounding_is_no_fault_in_any_precision(dtype: torch.dtype, num_rows: int) -> None:
     for family in ("llama", "gpt2", "gemma3_text"):
@@ -161,7 +161,7 @@ BROKEN: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("broken", "reason"), BROKEN)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", thinned([torch.float64, torch.bfloat16], torch.float64))
 def test_a_model_that_breaks_trees_is_caught_and_verifies_chains(
     broken: Any, reason: str, dtype: torch.dtype
 ) -> None:
@@ -174,7 +174,7 @@ def test_a_model_that_breaks_trees_is_caught_and_verifies_chains(
         assert check_text(model).mean_accepted_tokens > 1.1
 
 
-@pytest.mark.parametrize("number", [0.0, 0.5, torch.nan])
+@pytest.mark.parametrize("number", [0.5, torch.nan])
 def test_logits_that_tell_nothing_are_no_verdict(number: float) -> None:
     """A check that compares equal logits would pass what is wrong once weights are trained."""
     model = model_of("llama")
