@@ -36,7 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A saved tiny model with a byte-level tokenizer made on the spot."""
     path = tmp_path_factory.mktemp("tiny")
     byte_tokenizer().save_pretrained(path)
-    model = tiny_model("llama", seed=2, dtype=torch.float32, vocab_size=256)
+    sizes = {"vocab_size": 256, "num_hidden_layers": 1}
+    model = tiny_model("llama", seed=2, dtype=torch.float32, **sizes)
     model.generation_config.eos_token_id = None
     model.save_pretrained(path)
     return str(path)

@@ -47,7 +47,7 @@ def run(page: str, names: dict[str, Any], *sections: str) -> dict[str, Any]:
 @pytest.fixture
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return what the guides take as given; what they load is tiny, and what they write is ours."""
-    model, tokenizer, _ = loaded = loaded_model(num_hidden_layers=10)
+    model, tokenizer, _ = loaded = loaded_model()
     tokenizer.pad_token_id = 0
     monkeypatch.setattr(
         transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: loaded_model().model

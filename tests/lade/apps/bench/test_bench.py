@@ -6,39 +6,12 @@ Private, since no command prints chosen figures. Commands are tested in
 
 from typing import Any
 
-import pytest
-import torch
-
-from benchmarks.methods import METHODS, Given
-from benchmarks.run import BenchSettings, median_of_passes, run_methods
+from benchmarks.run import median_of_passes
 from lade.apps.bench.methods import Answer
 from lade.apps.bench.prompts import Prompt, read_prompts
 from lade.apps.bench.report import LOOPS, OVERALL, compared, groups
 from lade.apps.bench.run import MIXED, Result, summarise
-from lade.config import Config
-from lade.models.loading import LoadedModel
 from lade.stats import DecodeStats, ends_in_loop
-from tests.lade.tiny import tiny_model
-
-
-class LetterTokenizer:
-    """One token a letter; enough to run a benchmark on a tiny model."""
-
-    chat_template = None
-    pad_token_id = None
-
-    def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
-        ids = torch.tensor([[2 + ord(letter) % 90 for letter in text]])
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def tiny_loaded(seed: int = 4) -> LoadedModel:
-    return LoadedModel(tiny_model("llama", seed=seed), LetterTokenizer(), "folder/tiny")
-
-
-PROMPTS = [
-    Prompt(str(i), "a", text) for i, text in enumerate(["abcabc", "xy", "zzz", "q", "hello"])
-]
 
 
 def result(num_pass: int, category: str, loops: bool, **secs: float) -> Result:
@@ -101,30 +74,6 @@ def test_summaries_of_batches_count_rows() -> None:
     assert (summary.num_prompts, summary.speedup, summary.same_text) == (2, 2.0, 0.5)
     assert summary.mean_accepted_tokens == 2.0  # and not 3.0
     assert summary.draft_tokens_per_step == 3.0  # and not 4.5
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        BenchSettings(16, batch_size=3),
-        BenchSettings(16, 0.8, top_p=0.9, batch_size=2, num_return_sequences=2, seed=3, passes=2),
-    ],
-    ids=BenchSettings.describe,
-)
-def test_all_methods_make_the_texts_of_plain_in_batches_and_passes(settings: Any) -> None:
-    results: list[Result] = []
-    methods = {name: METHODS[name] for name in ("plain", "lade", "lade_fresh")}
-    given = Given(Config(max_draft_tokens=6))
-    run_methods(*(tiny_loaded(), PROMPTS, methods, settings, given), results=results)
-    assert len(results) == settings.passes * -(-len(PROMPTS) // settings.batch_size)
-    assert sum(r.num_prompt_tokens for r in results) == settings.passes * 17
-    for name in methods:
-        for each in results:
-            assert each.answers[name].rows == each.answers["plain"].rows
-    assert summarise(results, "plain").mean_accepted_tokens == 1.0
-    assert summarise(results, "lade").mean_accepted_tokens > 1.0
-    first, last = (results[0].answers, results[-(len(results) // settings.passes)].answers)
-    assert first["lade"].rows == last["lade"].rows  # the same seeds in each pass
 
 
 # --- what is shown ------------------------------------------------------------------------------

@@ -41,7 +41,8 @@ def saved_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             if "<think>" in (template or ""):
                 tokenizer.add_tokens(["<think>", "</think>"])
             tokenizer.save_pretrained(path)
-            model = tiny_model("llama", dtype=torch.float32, vocab_size=max(256, len(tokenizer)))
+            sizes = {"vocab_size": max(256, len(tokenizer)), "num_hidden_layers": 1}
+            model = tiny_model("llama", dtype=torch.float32, **sizes)
             model.generation_config.eos_token_id = None
             model.save_pretrained(path)
         return made[template]

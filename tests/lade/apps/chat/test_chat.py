@@ -76,12 +76,12 @@ def test_ctrl_c_clears_what_is_typed(chat: Begin, path: Path) -> None:
     got = chat("not this", CTRL_C, CTRL_C, "this\r", f"/save {path}\r", CTRL_D)
     assert saved(path)[::2] == ["this"]
     assert got.shown.count("Ctrl-D leaves.\n") == 1 + 1  # at the start, and of an empty line
-    for leave in ("/exit", "/quit", "/bye", "quit", "EXIT"):
+    for leave in ("/bye", "EXIT"):
         assert "10 tokens" not in chat(f"{leave}\r", "never\r").shown
 
 
 def test_commands_are_completed(chat: Begin) -> None:
-    assert "Temperature 0.5." in chat("/tempe", "\t", " 0.5\r", CTRL_D, pause=0.5).shown
+    assert "Temperature 0.5." in chat("/tempe", "\t", " 0.5\r", CTRL_D, pause=0.3).shown
 
 
 @pytest.mark.parametrize("num_times", [1, 2])
@@ -323,8 +323,7 @@ def test_thinking_is_shown_and_not_sent_again(chat: Begin, path: Path) -> None:
     assert "10 tokens, " in got.shown
 
 
-@pytest.mark.parametrize("width", [20, 30])
-def test_nothing_is_wider_than_the_window(chat: Begin, width: int) -> None:
+def test_nothing_is_wider_than_the_window(chat: Begin) -> None:
     keys = ("/help\r", "/plain abc\r", "/show\r", "/hlp\r", "def\r", CTRL_D)
-    got = chat(*keys, size=(width, 400))
-    assert all(len(line) <= width for line in got.screen.lines)
+    got = chat(*keys, size=(20, 400))
+    assert all(len(line) <= 20 for line in got.screen.lines)

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import pytest
 
 from tests.lade.apps.chat.screen import Screen
 from tests.lade.apps.cli.command import SHORT, Done, run
-from tests.lade.apps.cli.conftest import TEMPLATE
 
 MORE = ("--max-new-tokens", "60")  # of which some are drafted
 
@@ -62,16 +60,6 @@ def test_the_demo_marks_drafted_tokens_in_a_terminal(folder: str) -> None:
     assert done.code == 0
     assert "Green: drafted by the n-gram pool and accepted." in screen.shown()
     assert "\x1b[1;32m" in screen.getvalue().split("Plain: ")[1]
-
-
-@pytest.mark.exhaustive  # six prompts by three methods
-def test_demo_has_prompts_of_its_own(templated: Callable[[str], str]) -> None:
-    folder = Path(templated(TEMPLATE))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
-    done = run("demo", "--model", folder, *SHORT)
-    for title in ("chat", "write code", "edit code", "summarise", "extract", "maths"):
-        assert f"{title} ─" in done.out
 
 
 def test_bench_prints_a_table_and_writes_everything(

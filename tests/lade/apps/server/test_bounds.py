@@ -91,11 +91,8 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("schema", [{"type": "null"}, {"enum": [1]}, {"const": "a"}], ids=str)
-def test_keys_that_are_alone_share_no_schema(
-    client: Client, looks: list[str], schema: Json
-) -> None:
-    body = {**schema_of(schema), "max_tokens": 2}
+def test_keys_that_are_alone_share_no_schema(client: Client, looks: list[str]) -> None:
+    body = {**schema_of({"enum": [1]}), "max_tokens": 2}
     for key, num in (("one", 1), ("one", 1), ("quiet", 2), ("quiet", 3), ("still", 4), ("one", 4)):
         client.ask(key=key, **body)
         assert len(looks) == num

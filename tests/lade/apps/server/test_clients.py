@@ -23,8 +23,7 @@ def logprobs_of(loaded: LoadedModel, token_ids: list[int]) -> Any:
     return rows.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1])
-@pytest.mark.parametrize("is_text", [False, True], ids=["ids", "texts"])
+@pytest.mark.parametrize(("max_tokens", "is_text"), [(0, False), (1, True)])
 def test_lm_eval_scores_continuations(
     loaded: LoadedModel, client: Client, max_tokens: int, is_text: bool
 ) -> None:

@@ -45,7 +45,7 @@ def is_listening(client: Client) -> bool:
     return False
 
 
-@pytest.mark.parametrize("more", [{}, {"stream": True}, {"stream": True, "n": 4}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"stream": True, "n": 4}], ids=str)
 def test_nothing_more_is_computed_for_a_client_that_has_left(
     loaded: LoadedModel, more: Json
 ) -> None:

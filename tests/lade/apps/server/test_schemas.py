@@ -86,7 +86,7 @@ def named(case: Any) -> str:
     return json.dumps(case[0])[:60]
 
 
-@pytest.mark.parametrize("case", thinned(KEPT, *KEPT[::2]), ids=named)
+@pytest.mark.parametrize("case", thinned(KEPT, *KEPT[1::4]), ids=named)
 def test_what_is_taken_is_kept(
     loaded: LoadedModel, client: Client, case: tuple[Json, str | None, str]
 ) -> None:
@@ -96,7 +96,7 @@ def test_what_is_taken_is_kept(
     assert not takes(loaded, schema, breaking)
 
 
-@pytest.mark.parametrize("case", NOT_KEPT, ids=named)
+@pytest.mark.parametrize("case", thinned(NOT_KEPT, *NOT_KEPT[::2]), ids=named)
 def test_what_would_not_be_kept_is_refused(client: Client, case: tuple[Json, str]) -> None:
     schema, told = case
     for outer in (
@@ -114,9 +114,7 @@ def test_what_would_not_be_kept_is_refused(client: Client, case: tuple[Json, str
     "schema",
     [
         {"properties": []},
-        {"items": "a"},
         {"enum": 3},
-        {"type": [{}]},
         {"type": "nothing"},
         {"oneOf": [{"$ref": "#/a/b"}, {"$ref": "#/c"}]},
         {"description": "long" * 2**14},

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 import lade
@@ -153,13 +152,13 @@ def test_a_wrong_key_opens_nothing(client: Client, header: str) -> None:
     headers = {"authorization": header}
     for answer in (
         client.post(json={"messages": QUESTION}, headers=headers),
-        httpx.get(f"{client.url}/models", headers=headers),
-        httpx.get(f"{client.base}/metrics", headers=headers),
+        client.get("/v1/models", authorization=header),
+        client.get("/metrics", authorization=header),
     ):
         error = error_of(answer, 401)
         assert (error["code"], error["type"]) == ("invalid_api_key", "authentication_error")
         assert answer.headers["www-authenticate"] == "Bearer"
-    assert httpx.get(f"{client.base}/health").status_code == 200
+    assert client.get("/health", authorization=header).status_code == 200
 
 
 def test_metrics_are_those_of_the_answers_and_for_administrators(client: Client) -> None:
