@@ -12,6 +12,7 @@ from transformers.generation import candidate_generator as hf
 import lade
 from benchmarks.generators import Case, Sizes, cases, compared
 from lade.drafters import AssistantModel, CallPool, Candidates, Heads, Merged
+from tests.grids import thinned
 from tests.lade.both import ONE, THREE, same_as_generate
 from tests.lade.shared import shared_model
 
@@ -28,7 +29,10 @@ def case_of(name: str) -> Case:
     return next(case for each, case in tiny_cases().items() if each.startswith(name))
 
 
-@pytest.mark.parametrize("name", ["Assisted", "Universal", "EarlyExit", *HEADS])
+@pytest.mark.parametrize(
+    "name",
+    thinned(["Assisted", "Universal", "EarlyExit", *HEADS], "Assisted", "MTP"),
+)
 def test_a_generator_adds_as_many_tokens_as_in_transformers_loop(name: str) -> None:
     """`compared` holds the texts against each other and against plain `generate`."""
     case = case_of(name)
@@ -47,7 +51,12 @@ def sampling(call: Any, input_ids: Any, processors: Any) -> Any:
     return hf.AssistedCandidateGenerator(input_ids, assistant, config, {})
 
 
-@pytest.mark.parametrize("name", ["Assisted", "Universal", "EarlyExit", "PromptLookup", "sampling"])
+@pytest.mark.parametrize(
+    "name",
+    thinned(
+        ["Assisted", "Universal", "EarlyExit", "PromptLookup", "sampling"], "Universal", "sampling"
+    ),
+)
 def test_a_generator_changes_no_text_and_no_random_state(name: str) -> None:
     case, num_drafted = case_of("Assisted" if name == "sampling" else name), 0
     make = sampling if name == "sampling" else case.make
@@ -100,7 +109,7 @@ def test_heads_draft_what_they_draft_in_transformers_loop(name: str) -> None:
     assert all(first == second for first, second, *_ in common)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", thinned(HEADS, "MTP"))
 @pytest.mark.parametrize("acceptance", ["exact", "rejection"])
 def test_heads_and_the_pool_are_one_tree(name: str, acceptance: Any) -> None:
     case = case_of(name)

@@ -56,7 +56,7 @@ def ours(model: Any, prompt: torch.Tensor, drafter: Any, num_tokens: int, **opti
 
 
 @pytest.mark.parametrize("num_rows", thinned([1, 3], 3))
-@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize("samples", thinned([False, True], True))
 def test_text_is_that_of_plain_decoding(num_rows: int, samples: bool) -> None:
     model, rng = shared_model("llama", seed=2), np.random.default_rng(3)
     assistant = AssistantModel(shared_model("llama", seed=5), length=2)
@@ -94,7 +94,7 @@ def test_pools_are_parts_also_those_that_are_only_read() -> None:
 # --- parts that fail ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["open", "draft", "observe", "close", "nothing"])
+@pytest.mark.parametrize("method", ["draft", "observe", "nothing"])
 def test_a_part_that_fails_is_dropped_and_the_others_go_on(method: str) -> None:
     model, prompt = shared_model("llama", seed=2), PROMPT.repeat(2, 1)
     right = Guessing(answers_of(model, prompt, 24))
@@ -161,12 +161,12 @@ def test_rejection_has_the_targets_distribution(with_pool: bool) -> None:
     merged = Merged([Drawing(), *([NGramPool()] if with_pool else [])])
     batch = torch.tensor([prompt]).repeat(100, 1)
     counts, asked = np.zeros(64, np.int64), 0
-    for seed in range(12):
+    for seed in range(6):
         torch.manual_seed(seed)
         got = answered(model, batch, drafter=merged, config=config, **options)
         asked += got.stats.num_draft_tokens
         counts += pairs_of(got.sequences, len(prompt), 8)
-    assert asked > 50
+    assert asked > 25
     assert p_value(counts.tolist(), exact_pairs(model, prompt)) > FALSE_ALARM
 
 

@@ -62,7 +62,7 @@ def test_any_architecture_drafts_for_any_other(pair: tuple[str, str]) -> None:
     stats_of(model, ONE, Merged([CallPool(), drafter]), max_new_tokens=16)
 
 
-@pytest.mark.parametrize("name", thinned(ARCHITECTURES, "gemma3_text", "bloom"))
+@pytest.mark.parametrize("name", thinned(ARCHITECTURES, "gemma3_text"))
 def test_a_model_that_drafts_for_itself_is_always_right(name: str) -> None:
     """It has the logits of every path, whatever of a draft was accepted."""
     model = model_of(name)
@@ -121,9 +121,7 @@ def test_first_layers_say_what_a_model_of_them_alone_says() -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    "name", thinned([*causal_lm_types(), *VARIANTS], "gemma3_text", "gpt_oss", "mamba2", "hrm_text")
-)
+@pytest.mark.parametrize("name", thinned([*causal_lm_types(), *VARIANTS], "gemma3_text", "mamba2"))
 def test_first_layers_of_every_architecture_keep_its_text_and_the_model(name: str) -> None:
     try:
         model = tiny_architecture(name)
@@ -204,8 +202,7 @@ def test_closing_frees_what_a_call_held() -> None:
     stats_of(model, THREE, drafter)
     gc.collect()
     before = sum(type(each) is torch.Tensor for each in gc.get_objects())
-    for _ in range(3):
-        stats_of(model, THREE, drafter)
+    stats_of(model, THREE, drafter)
     gc.collect()
     assert sum(type(each) is torch.Tensor for each in gc.get_objects()) <= before
 

@@ -125,18 +125,6 @@ def test_drafts_stay_below_the_models_length() -> None:
     assert engine.num_accepted > 15
 
 
-@pytest.mark.parametrize("sharing", ["none", "all"])
-def test_two_proposers_draft_the_same(sharing: str) -> None:
-    drafts = []
-    for _ in range(2):
-        engine = engine_of(sharing=sharing, min_probability=0.0)
-        for i, prompt in enumerate(prompts(5)):
-            engine.add(Request(prompt, 30, cycling(4 + i)))
-        engine.run()
-        drafts.append(engine.drafts)
-    assert drafts[0] == drafts[1]
-
-
 def test_memory_stays_within_bounds_however_many_requests_come() -> None:
     engine = engine_of(sharing="none", max_rows=4)
     for i in range(40):

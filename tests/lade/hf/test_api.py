@@ -4,13 +4,12 @@ import gc
 import weakref
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 
 import lade
-from tests.lade.tiny import ScriptedDrafter, byte_tokenizer, tiny_model
+from tests.lade.tiny import byte_tokenizer, tiny_model
 
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
 MASK = torch.ones_like(PROMPT)
@@ -90,18 +89,6 @@ def test_dict_output_has_stats_and_a_cache_of_all_tokens_but_the_last(model: Any
         max_new_tokens=10,
     )
     assert longer.tolist() == expected
-
-
-def test_steps_are_reported_in_order_with_what_was_drafted(model: Any) -> None:
-    expected = plain(model)[0]
-    drafter = ScriptedDrafter([expected], np.random.default_rng(0), accept=1.0)
-    steps: list[lade.Step] = []
-    options = {"drafter": drafter, "config": lade.Config(max_draft_tokens=6)}
-    ours(model, on_step=steps.append, **options)
-    assert [token for step in steps for token in step.token_ids] == expected[PROMPT.shape[1] :]
-    assert steps[0].num_draft_tokens == steps[0].num_accepted == 0
-    assert any(step.num_accepted >= 2 for step in steps)
-    assert all(step.num_accepted <= len(step.token_ids) for step in steps)
 
 
 def test_a_generation_keeps_nothing_alive(model: Any) -> None:

@@ -138,7 +138,7 @@ def test_a_criterion_that_sees_all_rows_is_asked_as_by_generate(
     kinds: list[str], eos: list[int] | None
 ) -> None:
     options: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": eos, **TOKENS}
-    for seed in range(4):
+    for seed in range(2):
         model, seen = shared_model("llama", seed=seed), list[Any]()
 
         def fresh(seen: list[Any] = seen) -> dict[str, Any]:
@@ -170,10 +170,9 @@ class Foreseeing(lade.Drafter):
         return chain([token if token % 9 else token + 1 for token in after])
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("way", ["generate", "wrap", "batcher"])
-def test_a_batch_of_no_rows_is_refused_by_name(way: str, family: str) -> None:
-    model, ids = tiny_model(family), torch.zeros((0, 4), dtype=torch.long)
+def test_a_batch_of_no_rows_is_refused_by_name(way: str) -> None:
+    model, ids = tiny_model(), torch.zeros((0, 4), dtype=torch.long)
     with lade.Batcher(model) as batcher:
         ways: dict[str, Callable[..., Any]] = {
             "generate": partial(lade.generate, model),

@@ -13,7 +13,7 @@ from accelerate import cpu_offload, disk_offload
 from transformers import AutoModelForCausalLM
 
 from tests.grids import thinned
-from tests.lade.both import EIGHT, THREE, both, same_as_generate
+from tests.lade.both import THREE, both
 from tests.lade.tiny import tiny_model
 
 # transformers 5.15 warns that the prompt is not on `meta`.
@@ -60,7 +60,7 @@ def test_a_model_with_layers_on_the_disk_answers_as_plainly(
     compare(on_disk(parts, tmp_path))
 
 
-@pytest.mark.parametrize("place", thinned(["cpu", "disk"], "disk"))
+@pytest.mark.parametrize("place", thinned(["cpu", "disk"], "cpu"))
 def test_a_model_offloaded_as_a_whole_answers_as_plainly(place: str, tmp_path: Path) -> None:
     """No weight has a device between forwards, and there is no `hf_device_map` to tell."""
     model = tiny_model("llama")
@@ -71,16 +71,3 @@ def test_a_model_offloaded_as_a_whole_answers_as_plainly(place: str, tmp_path: P
         model = disk_offload(model, str(tmp_path), execution_device=cpu)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     compare(model)
-
-
-def test_a_spread_model_goes_on_in_its_cache(tmp_path: Path) -> None:
-    model = on_disk(ON_DISK[1], tmp_path)
-
-    def second_turn() -> dict[str, Any]:
-        options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 16}
-        first = model.generate(THREE[1:2], return_dict_in_generate=True, **options)
-        ids = torch.cat([first.sequences, torch.tensor([[5, 6, 7]])], dim=1)
-        mask = torch.ones_like(ids)
-        return {"input_ids": ids, "attention_mask": mask, "past_key_values": first.past_key_values}
-
-    same_as_generate(model, fresh=second_turn, accept=0.7, config=EIGHT, eos_token_id=None)

@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,7 +10,7 @@ import lade
 from ngram_pool import NGramPool
 from tests.lade.both import ONE, same_as_generate
 from tests.lade.shared import shared_model
-from tests.lade.tiny import ScriptedDrafter, tiny_model
+from tests.lade.tiny import tiny_model
 
 FAMILY = "llama"
 # What is drawn differs between CPUs: a text must not end where one of them draws the end.
@@ -55,24 +54,6 @@ def test_an_answer_after_hard_ones_takes_the_steps_of_a_fresh_one() -> None:
         hard = taken([3 + (7 * place) % 50 for place in range(64)], seed)
         assert hard[0] > 3 * fresh[0]
     assert taken(answer, 0) == fresh
-
-
-def test_a_drafter_drafts_besides() -> None:
-    model = shared_model(FAMILY)
-    answer = answer_of(model)
-    drafter = ScriptedDrafter([[*ONE[0].tolist(), *answer]], np.random.default_rng(0), 0.5)
-    output = lade.generate(
-        model,
-        ONE,
-        drafter=drafter,
-        prediction=answer,
-        max_new_tokens=48,
-        **ENDLESS,
-        do_sample=False,
-        return_dict_in_generate=True,
-    )
-    assert output.sequences[0, 7:].tolist() == answer
-    assert output.stats.sources.keys() == {"ScriptedDrafter", "prediction"}
 
 
 def test_nothing_of_it_is_learned_or_kept() -> None:

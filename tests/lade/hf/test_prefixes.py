@@ -71,7 +71,7 @@ WAYS: list[tuple[str, Any]] = [
     *((name, "tree") for name in ("gpt2", "deepseek_v3", "mistral", "gemma3_text", "llama4_text")),
     *((name, each) for name in ("mistral", "gemma3_text") for each in ("chain", "snapshot")),
 ]
-QUICK = (("llama", "tree"), ("llama", "snapshot"), ("mistral", "chain"), ("gemma3_text", "tree"))
+QUICK = (("llama", "snapshot"), ("mistral", "chain"), ("gemma3_text", "tree"))
 
 
 @pytest.mark.parametrize("way", thinned(WAYS, *QUICK), ids="-".join)
@@ -197,7 +197,7 @@ def test_copies_of_a_model_carry_no_text_and_a_new_check_begins_with_none() -> N
     assert Chat(model, pool=chat.pool).ask(chat.ids) == 0
 
 
-@pytest.mark.parametrize("names", [["first", "second"], ["second", "__base__"], [None, "second"]])
+@pytest.mark.parametrize("names", [["second", "__base__"], [None, "second"]])
 @pytest.mark.filterwarnings("ignore::lade.PlainDecodingWarning")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_adapters_of_rows_keep_no_keys_and_use_none(names: list[str | None]) -> None:
@@ -218,7 +218,7 @@ def test_adapters_of_rows_keep_no_keys_and_use_none(names: list[str | None]) -> 
 # --- calls that fail, and threads -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verification", ["tree", "chain", "snapshot", "plain"])
+@pytest.mark.parametrize("verification", thinned(["tree", "chain", "snapshot", "plain"], "tree"))
 def test_a_call_that_is_broken_off_takes_nothing_along(verification: Any) -> None:
     chat = Chat(shared_model(seed=1))
     chat.say(*OPENING)
@@ -261,11 +261,10 @@ def test_every_door_keeps_and_finds_texts() -> None:
 
 
 def test_texts_kept_in_inference_mode_serve_outside_of_it() -> None:
-    for family in ("llama", "gemma3_text"):
-        chat = Chat(shared_model(family, seed=1))
-        with torch.inference_mode():
-            chat.say(*OPENING)
-        length = len(chat.ids)
-        assert chat.say(*NEXT) == length - 1
-        with torch.inference_mode():
-            assert chat.say(*NEXT) == length + 12
+    chat = Chat(shared_model("gemma3_text", seed=1))
+    with torch.inference_mode():
+        chat.say(*OPENING)
+    length = len(chat.ids)
+    assert chat.say(*NEXT) == length - 1
+    with torch.inference_mode():
+        assert chat.say(*NEXT) == length + 12

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import lade
 from lade.models import load, pack
-from tests.grids import thinned
+from tests.grids import thinned_rows
 from tests.lade.apps.cli.command import run
 from tests.lade.both import EIGHT, ONE, THREE, same_as_generate
 from tests.lade.forward.conftest import Ran, ran  # noqa: F401
@@ -32,8 +33,14 @@ def narrow(family: str = "llama", dtype: torch.dtype = torch.bfloat16, **options
     return tiny_model(family, seed=3, dtype=dtype, **{**sizes, **options})
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "gemma3_text"))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    thinned_rows(
+        product(FAMILIES, (torch.bfloat16, torch.float16)),
+        *(("llama", torch.float16), ("gemma3_text", torch.bfloat16)),
+    ),
+    ids=str,
+)
 def test_the_text_is_that_of_the_model_in_float32(family: str, dtype: torch.dtype) -> None:
     model = narrow(family, dtype)
     wide = copy.deepcopy(model).float()
