@@ -15,6 +15,7 @@ from numba.core.caching import IndexDataCacheFile
 
 from ngram_pool import NGramPool, _kernels
 from ngram_pool.pool import is_first_run
+from tests.grids import thinned
 
 ROOT = Path(__file__).parents[2]
 
@@ -181,7 +182,7 @@ def test_users_read_what_the_installer_compiled_and_compile_the_rest(code: Path)
     assert "NUMBA_CACHE_DIR" in said
 
 
-@pytest.mark.parametrize("opened", ["code/__pycache__", "code"])
+@pytest.mark.parametrize("opened", thinned(["code/__pycache__", "code"], "code"))
 def test_what_others_can_write_to_is_neither_read_nor_written_and_named(
     code: Path, opened: str
 ) -> None:

@@ -82,25 +82,6 @@ def test_a_loaded_pool_goes_on_like_the_saved_one(
             check_pool(each)
 
 
-def test_what_is_learned_after_loading_is_in_no_file_until_saved(path: Path) -> None:
-    pool = used_pool()
-    pool.save(path)
-    content = path.read_bytes()
-    loaded, other = NGramPool.load(path), NGramPool.load(path)
-    loaded.observe(TEXT, is_answer=True)
-    loaded.harvest([[-1, t] for t in range(40)], [[t] for t in range(40)], [[0.9]] * 40)
-    assert arrays_of(loaded) != arrays_of(pool)
-    assert path.read_bytes() == content
-    assert arrays_of(other) == arrays_of(pool)
-    loaded.save(path)
-    assert arrays_of(NGramPool.load(path)) == arrays_of(loaded)
-    # Whoever had the old file goes on with it.
-    assert everything_said_by(other) == everything_said_by(pool)
-    path.unlink()
-    other.observe(TEXT)
-    check_pool(other)
-
-
 def test_a_file_is_for_its_owner_alone_and_its_folder_is_made(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "my.pool"
     used_pool().save(path)

@@ -173,30 +173,3 @@ def test_a_bucket_is_read_no_further_than_256_entries_and_no_text_fills_that_of_
         _, counts = np.unique(pool._held.links[: len(tokens), 0], return_counts=True)
         chained = int((pool._held.links[: len(tokens), 0] >= 0).sum())
         assert chained == 299 if seed == 0 else chained < 60, counts
-
-
-def test_answers_teach_which_source_and_layer_to_trust() -> None:
-    """What follows in one layer comes, what follows in the other never does."""
-    right, wrong = np.arange(300), np.arange(1000, 1300)
-    layers = [NGramPool(), NGramPool()]
-    for layer, text in zip(layers, (wrong, right), strict=True):
-        layer.observe(text)
-    pool = NGramPool()
-    pool._learning_rate = 0.02
-    sequence = pool.open_sequence(layers=[layer.as_read_only() for layer in layers])
-
-    def trust() -> list[float]:
-        ends = [[int(text[250])] for text in (wrong, right)]
-        return [float(pool.draft(end, 1, sequence=sequence).probs[0]) for end in ends]
-
-    before, (in_wrong, in_right) = pool._weights.copy(), trust()
-    assert in_wrong == in_right
-    pool.observe(np.arange(5000, 5300), sequence)  # a prompt teaches nothing
-    assert (pool._weights == before).all()
-    for i in range(60):
-        answer = [*right[4 * i : 4 * i + 4], wrong[2 * i], 2000 + i]
-        pool.observe(answer, sequence, is_answer=True)
-    in_wrong, in_right = trust()
-    assert in_right > 1.2 * in_wrong
-    moved = np.abs(pool._weights - before).sum(axis=1)
-    assert (moved[_kernels.LAYER_ROW :] > 0.0).tolist() == [True, True, False, False]
