@@ -500,11 +500,6 @@ def servers(file: str, what: str, digits: str) -> str:
 _FUZZED = {
     "fuzz": ("random calls, mostly in float64", "num_cases", "num_mismatches"),
     "fuzz_float32": ("random calls in float32, compiled forward", "num_cases", "num_mismatches"),
-    "fuzz_batches": (
-        "requests of a `lade.Batcher` that join and leave",
-        "num_requests",
-        "num_wrong",
-    ),
     "fuzz_states": ("calls of models that change, also during the call", "num_cases", "num_wrong"),
 }
 
@@ -515,9 +510,9 @@ def fuzz() -> str:
     rows = []
     for name, (what, total, wrong) in _FUZZED.items():
         found = _read(f"results/{name}")
-        refused = f"{found['num_refused']:,}" if "num_refused" in found else ""
         made = _made(found)
-        cells = (f"{found[total]:,}", refused, f"{found[wrong]:,}", made["date"], made["code"])
+        counts = (found[each] for each in (total, "num_refused", wrong))
+        cells = (*(f"{each:,}" for each in counts), made["date"], made["code"])
         rows.append((what, *cells))
     return _table(("compared", "calls", "refused", "different", "date", "code"), 1, rows)
 
