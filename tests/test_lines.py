@@ -2,6 +2,7 @@
 
 import ast
 import subprocess
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +25,8 @@ def is_private(name: str) -> bool:
     return is_ours and name not in PUBLIC and not f"{name}.".startswith("lade.engines.")
 
 
-def modules_of(path: Path) -> set[str]:
+@cache
+def modules_of(path: Path) -> frozenset[str]:
     """Return the modules, ours and others, that a file imports, wherever in it."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -34,7 +36,7 @@ def modules_of(path: Path) -> set[str]:
             package = ROOT.joinpath(*node.module.split("."))
             names = [f"{node.module}.{a.name}" for a in node.names if _is_module(package / a.name)]
             found |= {*names} if len(names) == len(node.names) else {*names, node.module}
-    return found
+    return frozenset(found)
 
 
 def private_names(path: Path) -> set[str]:

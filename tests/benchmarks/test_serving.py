@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
 from benchmarks.prompts import choose
 from benchmarks.serving import Reply, Round, as_json, ask_all
 from lade import LadeError
@@ -131,19 +129,3 @@ def test_servers_are_compared_with_the_first() -> None:
     assert (one["first_token_sec"], two["first_token_sec"]) == (2.0, 0.3)  # medians
     assert (one["same_text"], two["same_text"]) == (1.0, 0.5)
     assert (found["2"]["two"]["tokens_per_sec"], found["2"]["two"]["same_text"]) == (5.0, 0.0)
-
-
-def test_results_are_shown_and_written_without_text(tmp_path: Path) -> None:
-    prompts, path = tmp_path / "p.jsonl", tmp_path / "r.json"
-    prompts.write_text(json.dumps({"question_id": "q", "turns": ["Hi", "And?"]}) + "\n")
-    with serving(delta("secret"), USAGE) as one, serving(delta("secret"), USAGE) as two:
-        command = ["serve", f"a={one.address}", f"b={two.address}"]
-        command += ["--prompts", str(prompts), "--clients", "1,2", "--json", str(path)]
-        result = CliRunner().invoke(app, command, catch_exceptions=False)
-    assert result.exit_code == 0
-    with pytest.raises(ValueError, match="NAME=http://HOST:PORT, got 'a=ftp://b'"):
-        CliRunner().invoke(app, ["serve", "a=ftp://b", *command[3:]], catch_exceptions=False)
-    content = json.loads(path.read_text())
-    assert [*content["summary"]] == ["1", "2"]
-    assert [*content["summary"]["2"]] == ["a", "b"]
-    assert "secret" not in path.read_text()

@@ -58,9 +58,8 @@ def test_every_tensor_of_ours_is_made_with_its_dtype_and_device() -> None:
     ("name", "family"),
     thinned_rows(
         product(DEFAULTS, FAMILIES),
-        *((name, "qwen3_next") for name in ("bfloat16", "float64", "meta")),
-        *(("inference", "gpt_oss"), ("float16", "gpt_oss")),
-        *(("grad", "gemma3_text"), ("bfloat16", "gemma3_text")),
+        *(("bfloat16", "qwen3_next"), ("meta", "qwen3_next")),
+        *(("inference", "gpt_oss"), ("grad", "gemma3_text")),
     ),
 )
 def test_defaults_of_a_process_change_nothing(name: str, family: str, ran: list[Ran]) -> None:  # noqa: F811

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -51,7 +50,7 @@ def summary_of(cases: range, architectures: Sequence[str]) -> run.Summary:
     return summary
 
 
-@pytest.mark.parametrize("cases", thinned([range(30), range(30, NUM_CASES)], range(30)))
+@pytest.mark.parametrize("cases", thinned([range(18), range(18, NUM_CASES)], range(18)))
 def test_random_calls_return_what_plain_generate_returns(cases: range) -> None:
     summary = summary_of(cases, FAMILIES)
     assert summary.kinds["same"] > len(cases) / 2
@@ -76,22 +75,6 @@ def test_random_calls_of_packed_models_return_what_those_made_whole_return() -> 
     assert summary.kinds["same"] > 40
     assert summary.doors["itself"] > 5
     assert summary.with_accepted > summary.with_stats / 5
-
-
-def test_a_case_depends_on_its_number_alone() -> None:
-    assert draw_case(3, 7) == draw_case(3, 7)
-    assert draw_case(3, 7) != draw_case(3, 8)
-    assert draw_case(3, 7) != draw_case(4, 7)
-    assert draw_case(3, 7, FAMILIES).architecture == ""
-    assert draw_case(3, 7, ["bloom"]).architecture == "bloom"
-
-
-@pytest.mark.exhaustive
-def test_plain_generate_equals_itself_and_rarely_refuses_a_case() -> None:
-    verdicts = [compare(draw_case(5, index, FAMILIES), call_plain) for index in range(30)]
-    verdicts += [compare(draw_case(5, index, ["bloom"]), call_plain) for index in range(10)]
-    assert [verdict.differences for verdict in verdicts if verdict.kind != "same"] == []
-    assert sum(verdict.error != "" for verdict in verdicts) < 6
 
 
 # --- planted faults -------------------------------------------------------------------------
@@ -123,18 +106,6 @@ def on_ids(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], An
 def draws_once_more(output: Any) -> Any:
     torch.rand(())
     return output
-
-
-def forgets_a_put(model: Any, arguments: dict[str, Any], given: Any) -> None:
-    streamer = arguments.get("streamer")
-    if streamer is not None:
-        put, num_puts = streamer.put, iter(range(1000))
-        streamer.put = lambda value: put(value) if next(num_puts) != 1 else None
-
-
-def never_ends_the_stream(model: Any, arguments: dict[str, Any], given: Any) -> None:
-    if "streamer" in arguments:
-        arguments["streamer"].end = lambda: None
 
 
 def asks_processors_twice(model: Any, arguments: dict[str, Any], given: Any) -> None:
@@ -169,15 +140,10 @@ def changes_the_mask(model: Any, door: str, arguments: dict[str, Any], given: An
 drops_the_last_token = faulty(after=on_ids(lambda ids: ids[:, :-1]))
 FAULTS: dict[str, Door] = {
     "drops the last token": drops_the_last_token,
-    "swaps rows": faulty(after=on_ids(lambda ids: ids.flip(0))),
     "draws once more": faulty(after=draws_once_more),
-    "draws from numpy": faulty(lambda *_: np.random.random()),
-    "forgets a put": faulty(forgets_a_put),
-    "never ends the stream": faulty(never_ends_the_stream),
     "asks processors twice": faulty(asks_processors_twice),
     "rounds scores": faulty(after=rounds_scores),
     "returns a shorter cache": faulty(after=returns_a_shorter_cache),
-    "forgets an option": faulty(lambda _, arguments, given: arguments.pop("repetition_penalty", 0)),
     "changes the mask": changes_the_mask,
 }
 
@@ -233,10 +199,6 @@ AROUND: list[tuple[Door, str]] = [
     (
         faulty(lambda _, arguments, given: given["pool"].open_sequence()),
         "the pool has 1 sequences open",
-    ),
-    (
-        faulty(lambda model, *_: model.lm_head.register_forward_hook(lambda *_: None)),
-        "a hook of the model was changed in place",
     ),
     (
         faulty(lambda model, *_: model.model.norm.train()),
@@ -333,14 +295,6 @@ def test_a_failing_case_is_made_small_and_printed_as_a_program_that_fails(
         exec(code, {})
     monkeypatch.setattr(lade, "generate", sound)
     exec(code, {})
-
-
-def test_every_case_can_be_printed_as_a_program() -> None:
-    for index in range(200):
-        case = draw_case(6, index, FAMILIES if index % 2 else ARCHITECTURES)
-        printed, found = program(case, "Any case"), dict[str, Any]()
-        exec(printed.partition("verdict = ")[0], found)
-        assert found["case"] == case
 
 
 def test_the_command_sums_up_and_tells_of_failures(

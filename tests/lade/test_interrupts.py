@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import lade.decoder
-from tests.grids import thinned
+from tests.grids import thinned, thinned_rows
 from tests.stress.interrupts import (
     Result,
     interrupt_between,
@@ -34,7 +34,7 @@ def nothing_was_found(result: Result) -> bool:
     return (result.raised, result.wrong, result.left, result.told) == (0, 0, 0, [])
 
 
-@pytest.mark.parametrize("name", thinned(USES, "tree", "strings"))
+@pytest.mark.parametrize("name", thinned(USES, "tree", "sampled"))
 def test_interrupted_between_functions_nothing_is_left(name: str) -> None:
     result = interrupt_between(12, [name])
     assert nothing_was_found(result), result.told
@@ -59,18 +59,22 @@ def test_what_is_left_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
             super()._prefill()
 
     monkeypatch.setattr("lade.hf.generation.Decoder", Careless)
-    result = interrupt_between(6, ["tree"])
+    result = interrupt_between(3, ["tree"])
     for handle in handles:
         handle.remove()
     assert result.left > 0
     assert "model: hooks differs" in " ".join(result.told)
 
 
+@pytest.mark.parametrize(("num", "num_interrupted"), thinned_rows([(4, 1), (7, 2)], (4, 1)))
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_processes_that_end_in_the_middle_of_calls_have_their_own_status() -> None:
-    """Of each way to end one; a program makes them, for a test is none that may end."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.stress", "processes", "--calls", "7"]
+def test_processes_that_end_in_the_middle_of_calls_have_their_own_status(
+    num: int, num_interrupted: int
+) -> None:
+    """Of seven ways to end one; a program makes them, for a test is none that may end."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.stress", "processes"]
+    command += ["--calls", str(num)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     told = json.loads(done.stdout)
     assert (done.returncode, told["left"], told["told"]) == (0, 0, []), told
-    assert (told["calls"], told["interrupted"]) == (7, 2)
+    assert (told["calls"], told["interrupted"]) == (num, num_interrupted)

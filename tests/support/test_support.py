@@ -13,7 +13,7 @@ from tests.support import formats, report
 from tests.support import run as support
 from tests.support.__main__ import main
 from tests.support.formats import FORMATS, Format, all_formats, run_format
-from tests.support.run import CASES, QUICK_CASES, Difference, Row, run_all, run_one
+from tests.support.run import CASES, QUICK_CASES, Difference, run_all, run_one
 from tests.support.tiny import tiny_model
 
 pytestmark = [
@@ -145,26 +145,3 @@ def test_the_command_prints_and_writes_what_it_finds(
     assert main(["--formats", "torch.ao dynamic int8", "mxfp4", "--json", str(path)]) == 0
     row = json.loads(path.read_text())["formats"][0]
     assert all(0.1 < float(cost) < 100 for cost in row[9:-1])
-
-
-def test_an_interrupted_run_keeps_what_it_found_and_a_wrong_token_fails_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupting(name: str, **_: Any) -> Row:
-        if name == "gpt2":
-            raise KeyboardInterrupt
-        return Row(name, name, "A")
-
-    monkeypatch.setattr(support, "run_one", interrupting)
-    path = tmp_path / "x.json"
-    with pytest.raises(KeyboardInterrupt):
-        main(["llama", "gpt2", "bloom", "--json", str(path)])
-    found = json.loads(path.read_text())
-    assert [row[0] for row in found["rows"]] == ["llama"]
-    assert found["settings"]["interrupted"] is True
-    wrong = Row("b", "b", "B", differences=[Difference("greedy short", 0, 3, 0.5)])
-    rows = iter([Row("a", "a", "A"), wrong])
-    monkeypatch.setattr(support, "run_one", lambda name, **_: next(rows))
-    assert [main(["llama"]), main(["llama"])] == [0, 1]
-    with pytest.raises(ValueError, match=r"expected model types .* maps, got no-such, nor-this"):
-        main(["no-such", "llama", "nor-this"])
