@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST, MOST_PRIVATE = 33_000, 9_280  # lines: 2 % more than there are, so that a small test fits
+MOST, MOST_PRIVATE = 32_700, 9_200  # lines: 2 % more than there are, so that a small test fits
 MOST_IMPORTS = 20  # modules of ours that one module of the wheel may know
 #: What users import: a name in these, or one of these. Of engines, any module.
 PUBLIC = {"lade", "ngram_pool", "lade.drafters", "lade.models"}
