@@ -1,6 +1,7 @@
 """Tests that do not depend on the order they run in, nor on others in the same process."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A saved tiny model with a byte-level tokenizer made on the spot."""
     path = tmp_path_factory.mktemp("tiny")
     byte_tokenizer().save_pretrained(path)
-    sizes = {"vocab_size": 256, "num_hidden_layers": 1}
+    sizes: dict[str, Any] = {"vocab_size": 256, "num_hidden_layers": 1}
     model = tiny_model("llama", seed=2, dtype=torch.float32, **sizes)
     model.generation_config.eos_token_id = None
     model.save_pretrained(path)

@@ -47,6 +47,7 @@ def test_models_that_go_alone_take_turns(family: str, options: dict[str, Any]) -
     assert not batcher.is_joint
 
 
+@pytest.mark.exhaustive  # test_arithmetic.py has such calls, and test_job.py their numbers
 def test_float32_has_the_same_texts() -> None:
     """Of all calls at once by one job, whose heads are of whole vectors."""
     wrong, batcher = num_wrong(tiny_model("qwen3", dtype=torch.float32, head_dim=32), 8, seed=1)

@@ -44,7 +44,7 @@ def test_interrupted_between_functions_nothing_is_left(name: str) -> None:
 @pytest.mark.parametrize("num", thinned([12, 40], 12))
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
 def test_interrupted_by_a_signal_nothing_is_left(num: int) -> None:
-    result = interrupt_by_signals(num, [*USES])
+    result = interrupt_by_signals(num, [*USES][:: 1 + (num < 40)])
     assert nothing_was_found(result), result.told
     assert result.interrupted >= num // 2  # on a busy machine, more timers run out too late
 

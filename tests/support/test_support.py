@@ -109,6 +109,7 @@ def test_no_format_gets_a_wrong_token(kind: Format) -> None:
         assert row.check.compared
 
 
+@pytest.mark.exhaustive  # seconds
 def test_floats_verify_trees_and_dynamic_int8_is_plain() -> None:
     named = all_formats()
     full, half = run_format(named["not quantized"], cases=QUICK_CASES, is_timed=False)

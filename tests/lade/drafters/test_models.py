@@ -14,10 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 import lade
 from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
-from tests.chi_square import FALSE_ALARM, p_value
 from tests.grids import thinned
 from tests.lade.both import ONE, THREE, answered, same_as_generate
-from tests.lade.drafting.made import exact_pairs, pairs_of
 from tests.lade.shared import shared_model
 from tests.lade.tiny import FAMILIES, tiny_model
 from tests.support.tiny import VARIANTS, CannotBuild, causal_lm_types
@@ -270,23 +268,6 @@ def test_models_that_cannot_draft_are_refused_by_name() -> None:
 
 
 # --- drawn drafts ----------------------------------------------------------------------------
-
-
-def small(seed: int) -> Any:
-    return tiny_model("llama", seed, vocab_size=8, eos_token_id=None, pad_token_id=0)
-
-
-@pytest.mark.exhaustive  # 600 samples
-def test_drawn_text_has_the_distribution_of_the_target() -> None:
-    """Pairs of first tokens of 600 samples, at a temperature that applies to both models."""
-    model, prompt = small(3), [1, 2, 3, 1, 2]
-    drafter = AssistantModel(small(4), length=2)
-    options: dict[str, Any] = {"do_sample": True, "top_k": 0, "temperature": 0.7, "config": DRAWN}
-    options |= {"num_return_sequences": 600, "max_new_tokens": 3, "drafter": drafter}
-    out = answered(model, torch.tensor([prompt]), **options)
-    assert out.stats.num_accepted_tokens > 0.025 * out.stats.num_draft_tokens
-    counts = pairs_of(out.sequences, len(prompt), 8).tolist()
-    assert p_value(counts, exact_pairs(model, prompt, 0.7)) > FALSE_ALARM
 
 
 def test_drawn_from_the_same_model_drafts_are_always_right() -> None:

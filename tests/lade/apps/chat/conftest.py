@@ -41,7 +41,7 @@ def saved_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             if "<think>" in (template or ""):
                 tokenizer.add_tokens(["<think>", "</think>"])
             tokenizer.save_pretrained(path)
-            sizes = {"vocab_size": max(256, len(tokenizer)), "num_hidden_layers": 1}
+            sizes: dict[str, Any] = {"vocab_size": max(256, len(tokenizer)), "num_hidden_layers": 1}
             model = tiny_model("llama", dtype=torch.float32, **sizes)
             model.generation_config.eos_token_id = None
             model.save_pretrained(path)
