@@ -301,10 +301,7 @@ class TreeTarget(Target):
             CACHE: self.cache,
             **_OF_FORWARD,
         }
-        part = self.part(inputs, is_prompt=True)
-        if not self._is_uniform:
-            part.kind = self  # it runs alone: tokens that left a window cannot be put back
-        return part
+        return self.part(inputs, is_prompt=True)
 
     def prompt(self) -> Part | None:
         """Return the whole prompt as a part of a forward; None if it must run alone."""
@@ -312,10 +309,6 @@ class TreeTarget(Target):
         if positions is None or self.padding is not None or self.cache.get_seq_length():
             return None
         return self._prompt_part(positions, 0, self._input_ids.shape[1])
-
-    def next_position(self) -> Tensor:
-        """Return the position of the next token, int64 [1, 1]."""
-        return self._position_offsets[..., None] + self.cache.length
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the forward's arguments for a tree after the committed tokens."""
@@ -325,7 +318,7 @@ class TreeTarget(Target):
         """Return the arguments for a tree; layers show `num_slots` slots, or those in use."""
         inputs = {
             "input_ids": tree.token_ids,
-            "position_ids": tree.depths + self.next_position(),
+            "position_ids": tree.depths + self._position_offsets[..., None] + self.cache.length,
             "attention_mask": self._mask(tree, self.cache.length, num_slots),
             CACHE: self.cache,
             **_OF_FORWARD,
