@@ -21,7 +21,7 @@ from lade.hf.planning import plan, proved
 from lade.hf.pools import opened
 from lade.hf.prefixes import Reuse, reuse_of
 from lade.hf.setup import CallPools, set_up
-from lade.hf.stopping import Outputs, Report, StopRule, stopping
+from lade.hf.stopping import Outputs, Report, StopRule
 from lade.machine.transfer import is_asynchronous
 from lade.probing.plan import why_not_run
 from lade.probing.profile import Profiles
@@ -80,7 +80,7 @@ class Generation:
         gives_cache = call.returns_dict or call.is_users_cache
         speculator, choice = set_up(call, target, pools, batch, outputs, overlaps)
         parts = proved(call, target), speculator, choice
-        stop = stopping(StopRule(call, outputs, batch), report)
+        stop = StopRule(call, outputs, batch, report)
         decoder = Decoder(batch, *parts, stop, report.add, gives_cache, overlaps)
         try:
             if self._reuse is not None:
