@@ -29,9 +29,6 @@ MARKS_CACHES = _IS_RECENT
 STOPS_FIRST = _IS_RECENT
 # Whether a prompt that runs in chunks leaves out its cached tokens; 5.15 runs them again.
 CHUNKS_GO_ON = _IS_RECENT
-# Whether a windowed layer may be updated again before the next crop; 5.15 then returns more keys
-# than the mask has.
-WINDOWS_GROW = _IS_RECENT
 
 #: All names under which `generate` and models pass caches to each other.
 CACHE_NAMES: Sequence[str] = ALL_CACHE_NAMES
