@@ -19,8 +19,6 @@ from lade.probing.user_code import AROUND
 from lade.targets.base import Target
 from lade.targets.inputs import is_text_alone
 from lade.targets.parts import TREE_SDPA
-from lade.targets.rows import RowsTarget
-from lade.targets.trees import TreeTarget
 
 
 @without_collection()  # the first call checks the model, and loads or compiles kernels
@@ -43,7 +41,7 @@ def plan(call: Call) -> Target | VerificationPlan:
             *(call.model, call.input_ids, call.model_kwargs, verification),
             *(call.lengths.num_new, call.options, call.profile),
         )
-        if engine_call is not None and isinstance(target, TreeTarget | RowsTarget):
+        if engine_call is not None:
             target.join(engine_call)
         return target
     # Standard decoding hits the same error, or works.

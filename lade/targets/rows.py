@@ -109,6 +109,7 @@ class RowsTarget(Target):
         self.device, self.vocab_size = first.device, first.vocab_size
         self.max_candidates, self.is_fast = first.max_candidates, first.is_fast
         self._all = self._rows = [*targets]
+        self.may_join = all(target.may_join for target in targets)
         keys = [row.key for row in rows]
         self._originals = [keys.index(key) for key in keys]
         self._num_prompt = [row.input_ids.shape[1] for row in rows]
@@ -184,10 +185,9 @@ class RowsTarget(Target):
 
     def join(self, call: EngineCall) -> None:
         """Run forwards together with other calls, if all rows may."""
-        if all(target.may_join for target in self._all):
-            self._engine_call = call
-            for target in self._all:
-                target.join(call)
+        super().join(call)
+        for target in self._all if self.may_join else ():
+            target.join(call)
 
     def forward_roots(self, roots: Sequence[Tree]) -> Tensor:
         """Run the first row's root as `generate` runs single tokens, and other roots as trees.
