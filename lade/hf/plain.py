@@ -60,8 +60,10 @@ class _NewTokens(StoppingCriteriaList):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         num_tokens, num_before = input_ids.shape[1], input_ids.shape[1] - 1
+        done: Tensor
         if all(self._has_ended):  # on some devices, `generate` runs one token more
-            return super().__call__(input_ids, scores, **kwargs)
+            done = super().__call__(input_ids, scores, **kwargs)
+            return done
         is_step = num_before > self._num_prompt
         add_times(self.stats, [self._since, perf_counter()], "forward" if is_step else "prefill")
         self.stats.num_steps += is_step

@@ -35,8 +35,9 @@ class RejectionChoice(ScoredChoice):
         probs = self._scores_at(nodes).softmax(dim=-1)
         children = _children([(self._trees[row].draft, node) for row, node in nodes])
         counts: list[int] = children[-1].tolist()
+        token_ids, draft_probs, support_ids, num = arrays_on(self._device, *children)
         generators = [self._generators[row.index] for row, _ in nodes]
-        trial = try_children(probs, *arrays_on(self._device, *children), counts, generators)
+        trial = try_children(probs, token_ids, draft_probs, support_ids, num, counts, generators)
         return tokens_of(trial.token_ids, is_distribution(probs))
 
 

@@ -123,19 +123,14 @@ class RowsTarget(Target):
             output = prefill(self._model, self._input_ids, self._config, given)
             self._shared = cache_in(output)
             return output.logits[:, -1:].transpose(0, 1)  # type: ignore[no-any-return]
-        nothing = torch.empty(0, dtype=torch.float32, device=self.device)
-        last = [nothing] * len(self._all)
-        different = sorted({*self._originals})
-        for group in self._groups(different):
-            ends = self._run_prompts(group)
-            for row, logits in zip(group, ends, strict=True):
-                last[row] = logits
+        last: dict[int, Tensor] = {}
+        for group in self._groups(sorted({*self._originals})):
+            last |= zip(group, self._run_prompts(group), strict=True)
         for row, original in enumerate(self._originals):
             if row != original:
                 self._all[row].cache.take_over(self._all[original].cache)
                 self._all[row].begin()
-                last[row] = last[original]
-        return torch.cat(last, dim=1)
+        return torch.cat([last[original] for original in self._originals], dim=1)
 
     def _groups(self, rows: Sequence[int]) -> list[list[int]]:
         """Group prompts that run together."""
