@@ -10,7 +10,7 @@ from lade.compat import CACHE, CHUNKS_GO_ON, MARKS_CACHES, Model, mesh_of
 from lade.hf.call import Arguments, Call
 from lade.hf.pools import pools_of
 from lade.probing.profile import Profile, Profiles, profile_of
-from lade.probing.rules import why_not_reused
+from lade.probing.rules import why_no_snapshot, why_not_speculate
 from lade.probing.selfcheck import why_not_continued
 from lade.targets.inputs import is_text_alone
 from lade.targets.prefixes import KeptText, Origin, PrefixStore, is_cuttable, move_to_own_memory
@@ -71,8 +71,10 @@ def reuse_of(call: Call) -> Reuse | None:
         return None
     if options.prefill_chunk_size is not None and not CHUNKS_GO_ON:
         return None
+    # Keys of another length may differ, or its forwards.
+    reason = why_no_snapshot(model, call.lengths) or why_not_speculate(model, call.lengths)
     find = partial(why_not_continued, model, call.profile)
-    if why_not_reused(model, call.lengths) or call.profile.once("why_not_continued", find):
+    if reason is not None or call.profile.once("why_not_continued", find) is not None:
         return None
     return Reuse(call, Profiles.of(model).prefixes)
 
