@@ -32,7 +32,7 @@ from lade.budget.seconds import Seconds
 from lade.drafting.drafter import Drafter
 from lade.drafting.drafts import draft_of
 from lade.drafting.sources import PoolDrafter
-from lade.drafting.successors import Successors, rank, with_others
+from lade.drafting.successors import Successors, successors_of
 from lade.drafting.tables import table_for
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
@@ -165,7 +165,7 @@ def replay(
 
 def _successors(logits: torch.Tensor, wanted: set[int]) -> dict[int, Successors]:
     """Return the likeliest tokens after each node, by how many of them are wanted."""
-    return {num: Successors.sent(with_others(rank(logits, num), logits)) for num in wanted}
+    return {num: successors_of(logits, num) for num in wanted}
 
 
 def summed(player: Player, num_tokens: int) -> dict[str, Any]:

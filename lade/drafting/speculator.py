@@ -4,7 +4,7 @@ A call's sources are one list (`sources.py`). `lade/budget/asking.py` decides wh
 asked, and `lade/budget/budget.py` how many of their draft tokens are verified.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from time import perf_counter
@@ -21,8 +21,7 @@ from lade.compat import mesh_of, placeholders_of
 from lade.drafting.drafter import DraftingCall
 from lade.drafting.drafts import after, joined, narrowed
 from lade.drafting.sources import Kind, Source
-from lade.drafting.successors import Ranked, Successors, rank, with_others
-from lade.machine.transfer import HostCopy
+from lade.drafting.successors import Successors, rank, ranked_on_device
 from lade.stats import SourceStats, Step, WidthStats
 from lade.tree import Tree, matched_path, starts
 from ngram_pool import Draft, SampledDraft
@@ -321,12 +320,15 @@ class Speculator:
 
     # --- after a forward --------------------------------------------------------------------
 
-    def rank(self, logits: Tensor, ranked: Ranked | None) -> HostCopy | None:
-        """Find the likeliest tokens after each node on the device, for drafters that harvest.
+    def rank(self, logits: Tensor, ranked: Successors | None) -> Callable[[], Successors] | None:
+        """Find the likeliest tokens after each node, for drafters that harvest.
 
         Args:
             logits: [1, num_nodes, vocab_size or more].
-            ranked: ranks of these logits if they are known, or None.
+            ranked: those of these logits if they are known, or None.
+
+        Returns:
+            What gets them once they are on the host; None if no drafter harvests.
         """
         wanted = [0, *(each.num_successors for each in self._sources if not each.has_failed)]
         if not (num_successors := max(wanted)):
@@ -334,8 +336,8 @@ class Speculator:
         known = logits[..., : self._call.vocab_size]
         # Ranks of wider logits may contain tokens that the model has no embeddings for.
         is_whole = known.shape == logits.shape
-        ranked = (ranked if is_whole else None) or rank(known, num_successors)
-        return with_others(ranked, known)
+        found = (ranked if is_whole else None) or rank(known, num_successors)
+        return ranked_on_device(known, num_successors) if found is None else lambda: found
 
     def observe(self, row: Row, token_ids: Sequence[int]) -> None:
         """Feed all sources the emitted tokens, and learn from their proposals."""
@@ -361,20 +363,24 @@ class Speculator:
         state.asked = []
 
     def learn(
-        self, plan: Plan, steps: Sequence[Step], successors: HostCopy | None, is_prefill: bool
+        self,
+        plan: Plan,
+        steps: Sequence[Step],
+        successors: Callable[[], Successors] | None,
+        is_prefill: bool,
     ) -> None:
         """Learn from the last committed step: successors of all nodes, and outcomes of drafts.
 
         Args:
             plan: the step's plan.
             steps: tokens of the rows that emitted.
-            successors: successors of the nodes, on their way to the host; None if no source asks.
+            successors: what `rank` returned.
             is_prefill: whether it was the first step, which has no drafts.
         """
         batch = self._batch
         emitted = {batch.rows[step.row]: step.token_ids for step in steps}
         if successors is not None:
-            of_rows = Successors.sent(successors)
+            of_rows = successors()
             for row, start in plan.starts.items():
                 length = len(row.context) - len(emitted.get(row, ()))  # before the step
                 if not length or row not in self._rows:

@@ -1,5 +1,6 @@
 """The target's likeliest tokens after every node that it ran, for drafters that harvest."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +9,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lade.drafting import _kernels
-from lade.machine.threads import alone
 from lade.machine.transfer import HostCopy
 
 
@@ -18,9 +18,43 @@ class Successors(NamedTuple):
     token_ids: NDArray[np.int32]  # [..., num_successors]
     probs: NDArray[np.float32]  # [..., num_successors], of the softmax over the whole vocabulary
 
-    @classmethod
-    def sent(cls, copy: HostCopy) -> "Successors":
-        """Return the successors that `with_others` sent to the host, once they are there."""
+    def of_tree(self, start: int, num_nodes: int, num: int) -> "Successors":
+        """Return `num` successors of a tree's nodes; its root is at `start` of the only row."""
+        nodes = slice(start, start + num_nodes)
+        return Successors(self.token_ids[0, nodes, :num], self.probs[0, nodes, :num])
+
+
+def rank(logits: Tensor, num_ranked: int) -> Successors | None:
+    """Return the likeliest tokens, the first of equals first, and about their probabilities.
+
+    Args:
+        logits: [..., vocab_size].
+        num_ranked: how many; at most the size of the vocabulary is returned.
+
+    Returns:
+        None if the logits are not on a CPU, or some of them are infinite or NaN.
+    """
+    if logits.device.type != "cpu":
+        return None
+    rows = logits.detach().float().reshape(-1, logits.shape[-1]).numpy()
+    shape = *logits.shape[:-1], min(num_ranked, logits.shape[-1])
+    ids, probs = np.empty(shape, np.int32), np.empty(shape, np.float32)
+    powers, keys = np.empty(rows.shape[1], np.float32), np.empty(shape[-1], np.int32)
+    of_rows = rows, rows.view(np.int32), rows.view(np.uint32), powers, powers.view(np.int32), keys
+    found = ids.reshape(-1, shape[-1]), probs.reshape(-1, shape[-1])
+    return Successors(ids, probs) if _kernels.rank_rows(*of_rows, *found) else None
+
+
+def ranked_on_device(logits: Tensor, num_ranked: int) -> Callable[[], Successors]:
+    """Rank as `rank` does, on the device; return what gets the successors when they are there."""
+    highest, ids = logits.topk(min(num_ranked, logits.shape[-1]), dim=-1)
+    highest = highest.float()
+    step = _kernels.SAMPLED if logits.shape[-1] > 4 * _kernels.SAMPLED * highest.shape[-1] else 1
+    top, least = highest[..., :1], highest[..., -1:]
+    others = logits[..., ::step].float().minimum(least).sub_(top).exp_().sum(-1, keepdim=True)
+    copy = HostCopy(ids, highest, others.mul_(step))
+
+    def get() -> Successors:
         token_ids, *parts = copy.get()
         highest, others = (part.numpy() for part in parts)
         with np.errstate(invalid="ignore"):
@@ -29,79 +63,17 @@ class Successors(NamedTuple):
             of_others = others - highest.shape[-1] * powers[..., -1:]
             probs = powers / (powers.sum(-1, keepdims=True) + np.maximum(of_others, 0.0))
         # A drafter must neither learn from NaN nor fail because of it.
-        return cls(token_ids.to(torch.int32).numpy(), np.where(np.isnan(probs), 0.0, probs))
+        return Successors(token_ids.to(torch.int32).numpy(), np.where(np.isnan(probs), 0.0, probs))
 
-    def of_tree(self, start: int, num_nodes: int, num: int) -> "Successors":
-        """Return `num` successors of a tree's nodes; its root is at `start` of the only row."""
-        nodes = slice(start, start + num_nodes)
-        return Successors(self.token_ids[0, nodes, :num], self.probs[0, nodes, :num])
+    return get
 
 
-class Ranked(NamedTuple):
-    """The highest logits of each of several nodes, highest first."""
-
-    logits: Tensor  # [..., num_ranked]
-    token_ids: Tensor  # int64 [..., num_ranked]
-    is_ordered: bool = False  # whether of equal logits the lowest token id comes first
-
-
-_INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
-
-
-def rank(logits: Tensor, num_ranked: int) -> Ranked:
-    """Return the highest logits and their token ids, on the device.
-
-    Args:
-        logits: [..., vocab_size].
-        num_ranked: how many; at most the size of the vocabulary is returned.
-    """
-    num_ranked = min(num_ranked, logits.shape[-1])
-    dtype = _INTEGERS.get(logits.dtype)
-    if dtype is not None and logits.device.type == "cpu" and logits.is_contiguous():
-        bits = logits.detach().view(-1, logits.shape[-1]).view(dtype).numpy()
-        shift = 32 - 8 * bits.itemsize
-        least, infinity = -(1 << (31 - shift)), 0x7F800000 >> shift  # bits of -0, and of infinity
-        found = np.empty((2, len(bits), num_ranked), np.int64)
-        unsigned = bits.view(f"u{bits.itemsize}")
-        if _kernels.rank_rows(bits, unsigned, least, infinity, found[0], found[1]):
-            ids = torch.from_numpy(found[1]).view(*logits.shape[:-1], num_ranked)
-            return Ranked(logits.gather(-1, ids), ids, is_ordered=True)
-    return Ranked(*logits.topk(num_ranked, dim=-1))
+def successors_of(logits: Tensor, num_ranked: int) -> Successors:
+    """Return the likeliest tokens of logits [..., vocab_size], wherever they are."""
+    found = rank(logits, num_ranked)
+    return ranked_on_device(logits, num_ranked)() if found is None else found
 
 
 def compile_kernels() -> None:
     """Compile the kernels of drafting, so that no step waits for them or fails by them."""
-    for dtype in _INTEGERS:
-        logits = torch.zeros((1, 2), dtype=dtype, device="cpu")
-        with_others(rank(logits, 1), logits)
-
-
-def first_of_highest(ranked: Ranked) -> Tensor | None:
-    """Return the lowest of the token ids that share the highest logit, as `argmax` does.
-
-    Returns:
-        int64 [...]; None where the ranks do not tell, because more tokens than were ranked may
-        share it, or it is NaN.
-    """
-    if ranked.is_ordered:
-        return ranked.token_ids[..., 0]
-    is_highest = ranked.logits == ranked.logits[..., :1]
-    if bool((is_highest[..., -1] | ~is_highest[..., 0]).any()):
-        return None
-    return ranked.token_ids.where(is_highest, torch.iinfo(torch.int64).max).amin(dim=-1)
-
-
-# Estimate the softmax sum from every 16th logit. Log-probabilities differ by about 0.2 from those
-# with all logits, which take four times as long.
-_SAMPLED = 16
-
-
-def with_others(ranked: Ranked, logits: Tensor) -> HostCopy:
-    """Send ranked tokens, their logits and about the softmax sum of all others to the host."""
-    highest = ranked.logits.float()
-    step = _SAMPLED if logits.shape[-1] > 4 * _SAMPLED * highest.shape[-1] else 1
-    top, least = highest[..., :1], highest[..., -1:]
-    others = alone(
-        lambda: logits[..., ::step].float().minimum(least).sub_(top).exp_().sum(-1, keepdim=True)
-    )
-    return HostCopy(ranked.token_ids, highest, others.mul_(step))
+    rank(torch.zeros((1, 2), dtype=torch.float32, device="cpu"), 1)

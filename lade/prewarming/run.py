@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 
 from lade.compat import Model, device_of_inputs, unwrapped
 from lade.compat.view import apart
-from lade.drafting.successors import Successors, rank, with_others
+from lade.drafting.successors import successors_of
 from lade.drafting.tables import label_of, path_of_table, table_for
 from lade.errors import UnsupportedModelError, UserError
 from lade.probing.plan import plan_of_calls
@@ -246,8 +246,7 @@ class TableWriter:
     def _continue(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Learn the successors of the last tokens; return scores that choose one of them."""
         logits = scores[:, : len(self._mentions)]  # some models have more logits than tokens
-        sent = with_others(rank(logits, DEFAULT_NUM_SUCCESSORS), logits)
-        successors = Successors.sent(sent)
+        successors = successors_of(logits, DEFAULT_NUM_SUCCESSORS)
         if input_ids.shape[1] > 2:  # the first token of a text has no context
             tokens = input_ids[:, -2:].cpu().numpy()
             single = np.stack([np.full_like(tokens[:, 1], -1), tokens[:, 1]], axis=1)

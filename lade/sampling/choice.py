@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lade.batch import Row
 from lade.drafting.speculator import Plan
-from lade.drafting.successors import Ranked
+from lade.drafting.successors import Successors
 from lade.machine.transfer import HostCopy, Launched
 from lade.sampling.processors import Processors
 
@@ -27,7 +27,7 @@ class Choice(ABC):
     """
 
     max_lead: int | None = None
-    ranked: Ranked | None = None
+    ranked: Successors | None = None
 
     @abstractmethod
     def look_at(self, logits: Tensor, plan: Plan) -> None:

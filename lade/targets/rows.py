@@ -242,13 +242,22 @@ class RowsTarget(Target):
     def fill(self, batch: Batch) -> int:
         """Run the padding of rows that ended early, as `generate` does; return the forwards."""
         self._part()
-        num_forwards = 0
+        num_forwards, most = 0, MOST_AT_ONCE
         for target, row, start in zip(self._all, batch.rows, self._starts, strict=True):
             missing = batch.longest - len(row.token_ids)
             whole = [*row.token_ids, *[batch.pad_token_id or 0] * missing]
+            # Beside rows that go on, roots run padding in place of a row's last token, too.
+            target.go_back(max(0, start + target.cache.length + 1 - row.num_unpadded))
             while left := whole[start + target.cache.length : -1]:
-                root, *others = left[:MOST_AT_ONCE]
-                target.forward(target.inputs([Tree.build(root, chain(others))]))
+                root, *others = left[:most]
+                try:
+                    target.forward(target.inputs([Tree.build(root, chain(others))]))
+                except Exception:
+                    if not others:
+                        raise
+                    target.discard()
+                    most = 1  # as `generate` runs them
+                    continue
                 target.commit([[*range(1 + len(others))]])
                 num_forwards += 1
         return num_forwards

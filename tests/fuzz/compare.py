@@ -347,11 +347,13 @@ def record(
     random.seed(1)
     np.random.seed(1)
     foreign = _foreign_state()
-    is_other_length = may_fail or "cache_implementation" in arguments
+    is_packed = any(each.dtype is torch.uint8 for each in model.parameters())
+    is_other_padding = may_fail or is_packed or "cache_implementation" in arguments
     mask = arguments.get("attention_mask")
-    if is_other_length and isinstance(mask, Tensor) and mask.dim() == 2:
+    if is_other_padding and isinstance(mask, Tensor) and mask.dim() == 2:
         # What padding attends to, alone, follows the length of the forward that ran it, which is
-        # another one where drafts fail, and the whole cache's where that is static.
+        # another one where drafts fail, and the whole cache's where that is static. Packed weights
+        # run a padded prompt by masks, in which padding sees itself.
         run.padding = mask == 0
     try:
         with quiet(), _noting_doubts(run, may_fail):
@@ -564,15 +566,16 @@ def _mapping_differences(name: str, plain: Any, mine: Any) -> list[str]:
 
 
 def _clear_padding(cache: Any, padding: Tensor) -> None:
-    """Write zeros where layers that hold the whole text hold padding."""
+    """Write zeros where layers hold padding; those with windows hold the last tokens alone."""
     for layer in getattr(cache, "layers", []):
         for name in ("keys", "values"):
             held = getattr(layer, name, None)
-            if isinstance(held, Tensor) and held.dim() == 4 and held.shape[2] >= padding.shape[1]:
-                slots = torch.zeros(len(held), held.shape[2], dtype=torch.bool)
-                slots[:, : padding.shape[1]] = padding.repeat_interleave(
-                    len(held) // len(padding), 0
-                )
+            if isinstance(held, Tensor) and held.dim() == 4:
+                num = held.shape[2]
+                first = 0 if num >= padding.shape[1] else layer.get_seq_length() - num
+                slots = torch.zeros(len(held), num, dtype=torch.bool)
+                hidden = padding[:, first : first + num]
+                slots[:, : hidden.shape[1]] = hidden.repeat_interleave(len(held) // len(padding), 0)
                 setattr(layer, name, held.masked_fill(slots[:, None, :, None], 0))
 
 

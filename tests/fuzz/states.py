@@ -38,7 +38,7 @@ MOE_FAMILIES = ("qwen3_moe", "mixtral")
 ALPHAS = (0.0, 0.0, 0.3, 1.0, 2.0)
 _HOOKS = [kind for kind in KINDS[: KINDS.index(states.attribute)] if kind is not states.on_the_head]
 _SHOWN = KINDS[KINDS.index(states.scaling) :]
-_KNOWN: list[Kind] = [*_SHOWN, states.weights]
+_KNOWN: list[Kind] = [*dict.fromkeys((*_SHOWN, states.weights))]
 _OTHERS = [kind for kind in KINDS if kind not in _HOOKS and kind not in _KNOWN]
 _CONFIGS = ("", "max_draft_tokens=4", "max_draft_tokens=8", "max_draft_tokens=8")
 _VERIFICATIONS = ("", "", "", "", "verification='chain'", "verification='chain'")

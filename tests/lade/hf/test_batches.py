@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from transformers import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
 import lade
 from tests.grids import thinned
 from tests.lade.both import EIGHT, THREE, same_as_generate
 from tests.lade.shared import shared_model
-from tests.lade.tiny import IS_NEWEST, VOCAB_SIZE, chain, random_prompt, tiny_model
+from tests.lade.tiny import CACHE, IS_NEWEST, VOCAB_SIZE, chain, random_prompt, tiny_model
 
 # An output of parts returns its cache, in which finished rows stay.
 TOKENS: dict[str, Any] = {"return_dict_in_generate": False}
@@ -193,3 +194,38 @@ def test_rows_that_all_have_padding_are_proved_where_a_hook_looks_on() -> None:
         options: dict[str, Any] = {"knows": True, "return_dict_in_generate": False}
         _, got = same_as_generate(model, torch.tensor(rows), config=EIGHT, **options)
         assert got.stats.num_accepted_tokens > 0
+
+
+class Ending(BaseStreamer):  # type: ignore[misc]
+    """Knows whether a call has ended."""
+
+    has_ended = False
+
+    def put(self, value: torch.Tensor) -> None: ...
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_cache_holds_rows_that_ended_at_once_as_by_generate(fails: bool) -> None:
+    """A hook looks on, beside which the first tokens run as one batch; or it fails at the end."""
+    model, streamers = tiny_model("llama", seed=3), list[Ending]()
+    ids = torch.randint(2, VOCAB_SIZE, (3, 7), generator=torch.Generator().manual_seed(0))
+
+    def hook(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if fails and streamers[-1].has_ended and kwargs["input_ids"].shape[1] > 1:
+            raise RuntimeError("no memory for several tokens")
+
+    def options() -> dict[str, Any]:
+        streamers.append(Ending())
+        return {"streamer": streamers[-1]}
+
+    eos = model.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0)[0, -1].item()
+    model.register_forward_pre_hook(hook, with_kwargs=True)
+    plain, got = same_as_generate(
+        model, ids, eos_token_id=eos, knows=True, config=EIGHT, fresh=options
+    )
+    assert plain.sequences[0, 8:].eq(0).all()
+    for mine, theirs in zip(got[CACHE].layers, plain[CACHE].layers, strict=True):
+        torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-5, atol=1e-5)

@@ -117,7 +117,7 @@ def check_one_step(model: Any, draft: Draft, leaf: int) -> None:
 
 @torch.no_grad()
 def test_states_are_recorded_once_by_whichever_view_runs() -> None:
-    """Transformers hooks a model at its first forward that collects states, and a view by itself."""
+    """Transformers hooks a model, or a view, at its first forward that collects states."""
     model, ids = tiny_model("llama"), torch.tensor([[5, 9, 11]])
     target = TreeTarget(model, ids, {}, tree_layout(model), 9, attention="eager")
     take = target.record({"output_hidden_states": True})
