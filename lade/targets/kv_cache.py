@@ -20,8 +20,8 @@ from transformers.cache_utils import (
 
 from lade.machine.transfer import integers_on
 
-# Slots after the prompt at the first allocation; also the slots that a layer with a window keeps
-# beyond it before the others move up.
+# Slots after the prompt at the first allocation; also the slots that a windowed layer keeps beyond
+# its window before the others move up.
 FIRST_NUM_SLOTS = 256
 _GROWTH = 4  # each growth adds a quarter, up to the maximum length of the generation
 
@@ -78,6 +78,14 @@ class Store:
         )
         return mine == other
 
+    def roll(self, layer: int, states: Tensor, num_held: int, num_kept: int) -> Tensor:
+        """Return the held states followed by the new ones; keep only the last `num_kept`."""
+        held = self.buffer[layer][:, :, :num_held]
+        all_states = torch.cat([held, states], dim=2) if num_held else states
+        self.reserve(num_kept)
+        self.buffer[layer][:, :, :num_kept] = all_states[:, :, all_states.shape[2] - num_kept :]
+        return all_states
+
     def keep_end(self, first: int, stop: int) -> None:
         """Move some slots to the front, and free the memory that only a long prompt needed."""
         kept, num = self.buffer[:, :, :, first:stop], stop - first
@@ -118,10 +126,7 @@ class Store:
 
 
 class Group:
-    """The stores of all layers with the same window (or none), and the first slot they hold.
-
-    A long prompt is held whole until it is committed, so that a forward of it can be undone.
-    """
+    """The stores of all layers with the same window (or none), and the first slot they hold."""
 
     def __init__(
         self,
@@ -129,14 +134,19 @@ class Group:
         num_layers: int,
         num_slots: int,
         max_slots: int,
+        is_convolved: bool = False,
         most_new: int = FIRST_NUM_SLOTS,
     ) -> None:
         self.window = window
+        #: Whether a long prompt is held whole until it is committed, so that a forward may run it.
+        self.is_convolved = is_convolved
         self.offset = 0
         self._num_layers = num_layers
+        slack = 0 if window is None else min(FIRST_NUM_SLOTS, window)
+        self._slack = FIRST_NUM_SLOTS if is_convolved else slack
         if window is not None:
-            max_slots = min(max_slots, window + FIRST_NUM_SLOTS + most_new)
-            num_slots = min(num_slots, window + FIRST_NUM_SLOTS)
+            max_slots = min(max_slots, window + self._slack + most_new)
+            num_slots = min(num_slots, window + self._slack)
         self._num_slots, self._max_slots = num_slots, max_slots
         self.stores: list[Store] = []
         self._first: dict[str, Store] = {}  # of keys, values or indexer keys
@@ -163,7 +173,7 @@ class Group:
     def trim(self, length: int, oldest: int) -> None:
         """Drop slots that no token from `oldest` on sees, once there are enough of them."""
         num_slots, stop = self.first_slot(oldest) - self.offset, length - self.offset
-        if num_slots < FIRST_NUM_SLOTS:
+        if num_slots < self._slack:
             return
         for store in self.stores:
             store.keep_end(num_slots, stop)
@@ -202,6 +212,8 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def offset(self) -> int:
         """The first slot held."""
+        if self._state.is_prefilling and not self._group.is_convolved:
+            return self._group.first_slot(self.get_seq_length())
         return self._group.offset
 
     @property
@@ -252,10 +264,8 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             return
         if not isinstance(layer, cache_utils.StaticLayer):  # which has more slots
             length = layer.get_seq_length()
-        # Layers with windows hold only the end.
-        first = self.num_pending = self._group.offset = self._group.first_slot(length)
-        held = (each[:, :, :length] for each in (layer.keys, layer.values))
-        self.update(*(each[:, :, each.shape[2] - (length - first) :] for each in held))
+        self.update(layer.keys[:, :, :length], layer.values[:, :, :length])
+        self.num_pending = length  # layers with windows hold only the end
         if getattr(layer, "is_indexer_initialized", False):
             self.update_indexer(layer.indexer_keys[:, :length])
 
@@ -309,13 +319,20 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return store.buffer[index][:, :, : self.get_seq_length() - self.offset]
 
     def _put(self, name: str, states: Tensor, num_pending: int) -> Tensor:
-        store, index = self._claims[name]
-        start = self._state.length + num_pending - self._group.offset
-        stop = start + states.shape[2]
-        store.reserve(stop)
-        held = store.buffer[index][:, :, :stop]
-        held[:, :, start:] = states
-        return held
+        (store, index), group, num_new = self._claims[name], self._group, states.shape[2]
+        length = self._state.length + num_pending
+        if group.window is None or group.is_convolved or not self._state.is_prefilling:
+            start = length - group.offset
+            stop = start + num_new
+            if stop > store.buffer.shape[3]:
+                store.reserve(stop)
+            held = store.buffer[index][:, :, :stop]
+            held[:, :, start:] = states
+            return held
+        # A windowed layer keeps only the end of a long prompt, so it needs less memory.
+        num_held = length - group.first_slot(length)
+        num_kept = length + num_new - group.first_slot(length + num_new)
+        return store.roll(index, states, num_held, num_kept)
 
 
 class ConvolvedLayer(TreeCacheLayer, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
@@ -356,8 +373,14 @@ class ConvolvedLayer(TreeCacheLayer, LinearAttentionCacheLayerMixin):  # type: i
         """Copy the last of so many tokens' inputs from a filled layer of a transformers cache."""
         if not length or not layer.has_previous_state[0]:
             return
-        first = self.num_pending = self._group.offset = self._group.first_slot(length)
-        ConvolvedLayer.update_conv_state(self, layer.conv_states[0][..., first - length :])
+        states = layer.conv_states[0].transpose(1, 2)[:, None]
+        first = self._group.first_slot(length)
+        self._group.offset = first
+        self.lazy_initialization(states)
+        store, index = self._claims["keys"]
+        store.reserve(length - first)
+        store.buffer[index][:, :, : length - first] = states[:, :, first - length :]
+        self.num_pending = length
 
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
         """Refuse: models of such layers keep no other state."""
@@ -522,10 +545,12 @@ class TreeCache(Cache):  # type: ignore[misc]
     ) -> None:
         first = min(num_slots + FIRST_NUM_SLOTS, max_slots)
         windows = [kind.window for kind in kinds if kind.kind != "empty"]
+        convolved = {kind.window for kind in kinds if kind.kind == "convolved"}
         recurrent = {kind.window for kind in kinds if kind.kind == "recurrent"}
         self._groups = {
             window: Group(
                 *(window, windows.count(window) if share else 1, first, max_slots),
+                window in convolved,
                 _MOST_CHAINED if window in recurrent else FIRST_NUM_SLOTS,
             )
             for window in windows
@@ -556,7 +581,9 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     def first_slot(self, window: int | None) -> int:
         """Return the first slot held by layers with this window."""
-        return self._groups[window].offset if window in self._groups else 0
+        if window is None:
+            return 0
+        return next((layer.offset for layer in self.held if layer._group.window == window), 0)
 
     def slot_addresses(
         self, num_new: int, states: Sequence[tuple[Any, ...]]
@@ -619,6 +646,11 @@ class TreeCache(Cache):  # type: ignore[misc]
             layer.num_pending += num_new
         for recurrent in self._recurrent:
             recurrent.count(length + num_new)
+        for group in self._groups.values() if self._state.is_prefilling else ():
+            offset, first = group.first_slot(length), group.first_slot(length + num_new)
+            if first > offset and not group.is_convolved:
+                for store in group.stores:  # windows keep only the end of a long prompt
+                    store.keep_end(first - offset, length + num_new - offset)
 
     @property
     def has_nan_in_windows(self) -> bool:
@@ -632,6 +664,9 @@ class TreeCache(Cache):  # type: ignore[misc]
         """Commit all slots of the prompt, including padding; later tokens may be rejected."""
         self._commit(self.length + max(layer.num_pending for layer in self.held))
         self._state.is_prefilling = False
+        for group in self._groups.values():
+            if not group.is_convolved:
+                group.offset = group.first_slot(self.length)
 
     def keep(self, path: Sequence[int]) -> None:
         """Keep the slots of a path, in order; drop the other slots since the last commit.
@@ -692,7 +727,7 @@ class TreeCache(Cache):  # type: ignore[misc]
             oldest = min(oldest, recurrent.oldest)
         self._state.length = length
         for group in self._groups.values():
-            if group.window is not None:
+            if group.window is not None and (group.is_convolved or not self._state.is_prefilling):
                 group.trim(length, oldest)
         for layer in self.held:
             layer.num_pending = layer.num_indexed = 0

@@ -297,7 +297,10 @@ class TreeTarget(Target):
             CACHE: self.cache,
             **_OF_FORWARD,
         }
-        return self.part(inputs, is_prompt=True)
+        part = self.part(inputs, is_prompt=True)
+        if not self._is_uniform:
+            part.kind = self  # it runs alone: tokens that left a window cannot be put back
+        return part
 
     def prompt(self) -> Part | None:
         """Return the whole prompt as a part of a forward; None if it must run alone."""
