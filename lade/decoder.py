@@ -11,12 +11,13 @@ the target's own tokens, and `lade.hf.generation` turns a call of `generate` int
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from time import perf_counter
 
 from lade.batch import Batch, Row
 from lade.drafting.speculator import Plan, Speculator
 from lade.probing.proof import ProvedTarget, VerificationError
 from lade.sampling.choice import Choice
-from lade.stats import DecodeStats, Laps, Step
+from lade.stats import DecodeStats, Step, add_times
 from lade.tree import ROOT, Tree
 
 
@@ -86,28 +87,29 @@ class Decoder:
 
     def _prefill(self) -> None:
         """Run the prompts: a first step without drafts, whose roots are already cached."""
-        plan, laps = self._speculator.roots(), Laps(self.stats)
+        plan, times = self._speculator.roots(), [perf_counter()]
         logits = self._target.prefill()
         self._choice.look_at(logits, plan)
         if self._overlaps:
             self._speculator.open_all()  # while the device is busy
         self._choice.wait()
         successors = self._speculator.rank(logits, self._choice.ranked)
-        laps.end("prefill")
+        times.append(perf_counter())
         emitting = self._batch.emitting
         paths = accepted_paths(plan.trees, emitting, self._choice, self._batch, self._stop)
-        laps.end("verify")
+        times.append(perf_counter())
         if not self._overlaps:  # the first token does not wait for the pool to read the prompt
             self._speculator.open_all()
         steps = self._observed(plan, paths)
         self._end_step(partial(self._speculator.learn, plan, steps, successors, True))
-        laps.end("commit")
+        times.append(perf_counter())
+        add_times(self.stats, times, "prefill", "verify", "commit")
         self._on_step(steps)
 
     def _step(self, emitting: Sequence[Row]) -> None:
-        laps = Laps(self.stats)
+        times = [perf_counter()]
         plan = self._speculator.plan(emitting)
-        laps.end("draft")
+        times.append(perf_counter())
         plan, logits = self._target.run(plan)
         of_trees = logits[:, : plan.num_nodes]  # padding follows
         self._choice.look_at(of_trees, plan)
@@ -115,9 +117,9 @@ class Decoder:
             successors = self._speculator.rank(of_trees, self._choice.ranked)
             self._finish()
         self._choice.wait()
-        laps.end("forward")
+        times.append(perf_counter())
         paths = accepted_paths(plan.trees, emitting, self._choice, self._batch, self._stop)
-        laps.end("verify")
+        times.append(perf_counter())
         if not self._overlaps:
             successors = self._speculator.rank(of_trees, self._choice.ranked)
         steps = self._observed(plan, paths)
@@ -127,8 +129,10 @@ class Decoder:
             self.stats.count_row_step(step)
         is_untimed = self._target.is_untimed
         self._end_step(partial(self._speculator.learn, plan, steps, successors, False))
-        laps.end("commit")
-        self._speculator.record(len(plan.trees), self._target.num_run, laps.sec, is_untimed)
+        times.append(perf_counter())
+        add_times(self.stats, times, "draft", "forward", "verify", "commit")
+        sec = times[-1] - times[0]
+        self._speculator.record(len(plan.trees), self._target.num_run, sec, is_untimed)
         self._on_step(steps)
 
     def _observed(self, plan: Plan, paths: Mapping[Row, Sequence[int]]) -> list[Step]:
@@ -190,6 +194,7 @@ def accepted_paths(
     """
     paths: dict[Row, list[int]] = {row: [] for row in trees}
     lengths = {row: len(row.token_ids) for row in trees}
+    may_wait = batch.max_lead is not None
     walking = dict.fromkeys(emitting, ROOT)
     while walking:
         asked = [*walking.items()]
@@ -199,7 +204,8 @@ def accepted_paths(
             walking[row] = trees[row].children.get((node, token_id), ROOT)  # nobody's child
         stop([*walking])
         for row, _ in asked:
-            if walking[row] == ROOT or row.is_finished or batch.lead_left(row) <= 0:
+            must_wait = may_wait and batch.lead_left(row) <= 0
+            if walking[row] == ROOT or row.is_finished or must_wait:
                 del walking[row]
     # A criterion that sees all rows may have cut one that was ahead.
     return {row: path[: max(0, len(row.token_ids) - lengths[row])] for row, path in paths.items()}

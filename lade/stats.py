@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
-from time import perf_counter
 from typing import Any, NamedTuple
 
 _LOOP_MAX_PERIOD = 32
@@ -228,26 +227,11 @@ class DecodeStats:
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
 
-class Laps:
-    """The time of a step, stage by stage.
-
-    Args:
-        stats: grow by the time of each stage.
-
-    Attributes:
-        sec: of the stages that have ended.
-    """
-
-    def __init__(self, stats: DecodeStats) -> None:
-        self._stats, self._since = stats, perf_counter()
-        self.sec = 0.0
-
-    def end(self, stage: str) -> None:
-        """Add the time since the last stage ended to `<stage>_sec`."""
-        name, now = f"{stage}_sec", perf_counter()
-        sec, self._since = now - self._since, now
-        self.sec += sec
-        setattr(self._stats, name, getattr(self._stats, name) + sec)
+def add_times(stats: DecodeStats, times: Sequence[float], *stages: str) -> None:
+    """Add the time of stages, the first from `times[0]` to `times[1]`, to `<stage>_sec`."""
+    for stage, begin, end in zip(stages, times, times[1:], strict=False):
+        name = f"{stage}_sec"
+        setattr(stats, name, getattr(stats, name) + end - begin)
 
 
 def ends_in_loop(token_ids: Sequence[int], num_tokens: int = _LOOP_MIN_TOKENS) -> bool:

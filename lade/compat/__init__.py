@@ -4,6 +4,7 @@ lade calls them only where no public function suffices. They are tested on the o
 supported version.
 """
 
+from collections.abc import Sequence
 from dis import get_instructions
 from functools import cache, lru_cache, partial
 from types import CodeType, FunctionType
@@ -14,7 +15,7 @@ import transformers
 from packaging import version
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from lade.compat.attempts import Attempt
 
@@ -28,15 +29,11 @@ MARKS_CACHES = _IS_RECENT
 STOPS_FIRST = _IS_RECENT
 # Whether a prompt that runs in chunks leaves out its cached tokens; 5.15 runs them again.
 CHUNKS_GO_ON = _IS_RECENT
-# Whether a windowed layer may be updated again before the next crop; 5.15 then returns more keys
-# than the mask has.
-WINDOWS_GROW = _IS_RECENT
-
-#: What models and `generate` call the cache; the name up to transformers 5.23 is deprecated.
-CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
 
 #: All names under which `generate` and models pass caches to each other.
-CACHE_NAMES = (CACHE, "cache_params", "state", "mems", "past_buckets_states")
+CACHE_NAMES: Sequence[str] = ALL_CACHE_NAMES
+#: What most call the cache; the name up to transformers 5.23, "past_key_values", is deprecated.
+CACHE = CACHE_NAMES[0]
 
 Model = Any  # a transformers PreTrainedModel with generate; transformers is untyped here
 

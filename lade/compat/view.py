@@ -49,17 +49,6 @@ class FastViews(Protocol):
         """Return whether a prompt or a step of `num_rows` tokens should run by a view."""
 
 
-def viewed(model: Model, change: Change) -> Model:
-    """Return a view with some attributes of some modules changed.
-
-    Args:
-        model: a model, or a view of one.
-        change: returns the attributes to change; a method that is bound to the module is bound to
-            its counterpart in the view.
-    """
-    return _view_of(model, change, {}, is_root=True)
-
-
 def with_forward(model: Model, forward: Callable[..., Any]) -> Model:
     """Return a view with all modules of the model and another forward, a method of the view.
 
@@ -240,29 +229,29 @@ def keep_attributes(view: Model, model: Model) -> None:
 BEFORE = "_lade_before"  # all attributes of a view's module as of its creation
 
 
-def _view_of(
-    module: nn.Module, change: Change, made: dict[int, nn.Module], is_root: bool = False
-) -> nn.Module:
-    """Return a view of a module, or the module itself if nothing in it changes.
+def viewed(module: nn.Module, change: Change, made: dict[int, nn.Module] | None = None) -> Any:
+    """Return a view with some attributes of some modules changed.
 
     Args:
-        module: a module of the model.
-        change: returns the attributes to change.
+        module: a model, or a view of one; or, with `made`, a module in it, which is returned itself
+            if nothing in it changes.
+        change: returns the attributes to change; a method that is bound to the module is bound to
+            its counterpart in the view.
         made: results so far, by the id of the module they replace.
-        is_root: whether to return a new module in any case.
     """
+    is_root, made = made is None, {} if made is None else made
     changed = change(module)
     children: Mapping[str, Any] = (changed or {}).get("_modules", module._modules)
     if changed is None and not children and not is_root:
         return module
     if id(module) not in made:
         made[id(module)] = module  # for modules that contain themselves
-        viewed = {  # a container that is empty is false
-            name: None if child is None else _view_of(child, change, made)
+        views = {  # a container that is empty is false
+            name: None if child is None else viewed(child, change, made)
             for name, child in children.items()
         }
-        if changed or is_root or any(map(is_not, viewed.values(), children.values())):
-            made[id(module)] = _twin_of(module, {**(changed or {}), "_modules": viewed})
+        if changed or is_root or any(map(is_not, views.values(), children.values())):
+            made[id(module)] = _twin_of(module, {**(changed or {}), "_modules": views})
     return made[id(module)]
 
 

@@ -21,7 +21,7 @@ from lade.budget.asking import Mean
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.drafts import Floats, best_first, chain, draft_of
 from lade.machine.generators import put_back, random_states
-from lade.sampling.processors import HypotheticalProcessors
+from lade.sampling.processors import Processors, repeatable
 from lade.tree import matched_path
 from ngram_pool import Draft, SampledDraft
 
@@ -68,7 +68,7 @@ class Candidates(Drafter):
 
     # Of a call.
     _call: DraftingCall
-    _processors: HypotheticalProcessors
+    _processors: Processors
     _texts: list[DraftedText]
     _num_opened = 0
     _outputs: Callable[[int], Any] | None  # of the target, since they were last asked for
@@ -85,7 +85,7 @@ class Candidates(Drafter):
         """
         mine = copy.copy(self)
         mine._call, mine._outputs = call, None
-        mine._processors = HypotheticalProcessors(call.processors, call.num_rows)
+        mine._processors = repeatable(call.processors, call.num_rows)
         mine._texts = [DraftedText(row, mine._made(row)) for row in range(call.num_rows)]
         first = mine._texts[0].generator
         if getattr(first, "requires_model_outputs", False):
@@ -145,8 +145,8 @@ class Candidates(Drafter):
         device = self._call.device or torch.device("cpu")
 
         def process(input_ids: Tensor, scores: Tensor) -> Tensor:
-            moved = scores.to(device, copy=True)
-            return self._processors(row, input_ids.tolist(), moved).to(scores.device)
+            moved = input_ids.to(device), scores.to(device, copy=True)
+            return self._processors.of_row[row](*moved).to(scores.device)
 
         processors = LogitsProcessorList([process] if self._processors else [])
         no_text = torch.empty((1, 0), dtype=torch.int64, device=device)

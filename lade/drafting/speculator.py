@@ -350,17 +350,16 @@ class Speculator:
         draws = self._call.rngs is not None
         # Of a draft that was not drawn from, nobody knows how much would have been verified.
         most = len(emitted) - (0 if draws else 1)
-        if emitted and state.asked:
-            joint = [*(each.before for each in state.asked), state.joint]
-            depths = [min(most, len(matched_path(draft, emitted))) for draft in joint]
-            for (source, before, draft, sec), num_added in zip(
-                state.asked, np.diff(depths).tolist(), strict=True
-            ):
-                if not draws and len(self._sources) > 1:
-                    source.calibration.learn(draft, emitted)
-                source.stats.num_accepted_tokens += len(matched_path(draft, emitted))
-                if (gate := self._gates.get(source)) is not None:
-                    gate.record_gain(float(before.probs.sum()), num_added, sec)
+        joint = state.joint
+        for source, before, draft, sec in reversed(state.asked if emitted else ()):
+            if not draws and len(self._sources) > 1:
+                source.calibration.learn(draft, emitted)
+            source.stats.num_accepted_tokens += len(matched_path(draft, emitted))
+            if (gate := self._gates.get(source)) is not None:
+                with_it, without = (len(matched_path(each, emitted)) for each in (joint, before))
+                num_added = min(most, with_it) - min(most, without)
+                gate.record_gain(float(before.probs.sum()), num_added, sec)
+            joint = before
         state.asked = []
 
     def learn(
@@ -409,7 +408,8 @@ class Speculator:
             sec: seconds of the whole step.
             is_untimed: whether it took other seconds than steps of this size.
         """
-        self._pace.record(sec, self._num_emitted)
+        if self._gates:
+            self._pace.record(sec, self._num_emitted)
         for gate in self._gates.values():
             gate.passed(sec)
         if not is_untimed:  # sources that are asked where they pay count their own seconds

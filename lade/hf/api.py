@@ -310,8 +310,8 @@ def _generate(
     arguments = arguments._replace(drafter=drafter)
     twin = _take_stop_strings(model, generate_kwargs)
     streamer = generate_kwargs.get("streamer")
-    passed = [name for name in CACHE_NAMES if generate_kwargs.get(name) is not None]
-    may_bring_cache = MARKS_CACHES or bool(passed)  # an empty cache is false
+    passed = (generate_kwargs.get(name) for name in CACHE_NAMES)  # an empty cache is false
+    may_bring_cache = MARKS_CACHES or any(each is not None for each in passed)
 
     def strategy(
         model: Model,

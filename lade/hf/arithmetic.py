@@ -18,7 +18,7 @@ from lade.forward.widening import NARROW
 from lade.hf.call import Call
 from lade.hf.generation import Generation
 from lade.probing.plan import why_not_run
-from lade.probing.profile import computing, profile_of
+from lade.probing.profile import computing
 
 
 def run(call: Call) -> Any:
@@ -26,7 +26,7 @@ def run(call: Call) -> Any:
 
     The cache of a model in 16 bits is widened for the call, and has the model's dtype afterwards.
     """
-    model = computing(call.model) if _may_widen(call) else call.model
+    model = computing(call.model, call.profile) if _may_widen(call) else call.model
     if model is call.model:
         return Generation(call).run()
     dtype, kwargs = dtype_of(call.model), call.model_kwargs
@@ -54,9 +54,8 @@ def _may_widen(call: Call) -> bool:
     is_elsewhere = call.input_ids.device.type != "cpu" or torch.is_autocast_enabled("cpu")
     if is_elsewhere or config.execution == "static" or has_adapters_by_row(model):
         return False
-    profile = profile_of(model)
-    has_time = not call.is_timed or "widened" in profile.found
-    return has_time and why_not_run(profile) is None
+    has_time = not call.is_timed or "widened" in call.profile.found
+    return has_time and why_not_run(call.profile) is None
 
 
 def _running(processor: Any, model: Model, view: Model) -> Any:

@@ -1,6 +1,6 @@
 """`Generation`: one call of `generate`, assembled from its options, run, and its result made."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,16 +11,17 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from lade.batch import Batch
 from lade.compat import CACHE, dtype_of, has_adapters_by_row
 from lade.compat.attempts import Attempt
+from lade.config import Verification
 from lade.decoder import Decoder
 from lade.errors import PlainDecodingWarning, VerificationWarning
 from lade.forward.job import FusedForwards
 from lade.hf.call import Call
 from lade.hf.plain import finish_standard
-from lade.hf.planning import Standard, plan, proved
+from lade.hf.planning import plan, proved
 from lade.hf.pools import opened
 from lade.hf.prefixes import Reuse, reuse_of
 from lade.hf.setup import CallPools, set_up
-from lade.hf.stopping import Outputs, Report, StopRule, stopping
+from lade.hf.stopping import Outputs, Report, StopRule
 from lade.machine.transfer import is_asynchronous
 from lade.probing.plan import why_not_run
 from lade.probing.profile import Profiles
@@ -51,10 +52,10 @@ class Generation:
         with opened(self._call.arguments.pool) as pools:
             self._reuse = self._reused()
             planned = plan(self._call)
-            if isinstance(planned, Standard):
-                _say_why_plain(self._call, planned)
-                return self._decode_standard()
-            return self._decode(planned, pools)
+            if isinstance(planned, Target):
+                return self._decode(planned, pools)
+            _say_why_plain(self._call, planned.reasons)
+            return self._decode_standard()
 
     def _reused(self) -> Reuse | None:
         """Fill the cache with the kept beginning of the prompt, if the config asks for it."""
@@ -79,7 +80,7 @@ class Generation:
         gives_cache = call.returns_dict or call.is_users_cache
         speculator, choice = set_up(call, target, pools, batch, outputs, overlaps)
         parts = proved(call, target), speculator, choice
-        stop = stopping(StopRule(call, outputs, batch), report)
+        stop = StopRule(call, outputs, batch, report)
         decoder = Decoder(batch, *parts, stop, report.add, gives_cache, overlaps)
         try:
             if self._reuse is not None:
@@ -162,9 +163,8 @@ class Generation:
 # --- what is said once about calls that are decoded otherwise than was to be expected -------------
 
 
-def _say_why_plain(call: Call, standard: Standard) -> None:
+def _say_why_plain(call: Call, reasons: Mapping[Verification, str]) -> None:
     """Warn once that lade falls back to standard decoding, and why."""
-    reasons = standard.reasons
     if not reasons:  # the config asks for standard decoding
         return
     methods = {

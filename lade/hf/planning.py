@@ -2,13 +2,11 @@
 
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from lade.compat import has_custom_generate, mesh_of
 from lade.compat.attempts import Attempt
-from lade.config import Verification
 from lade.engine.engine import EngineCall, current_call, is_in_event_loop
 from lade.errors import LadeError, MisfitError, UnsupportedModelError
 from lade.hf.call import Call
@@ -21,38 +19,33 @@ from lade.probing.user_code import AROUND
 from lade.targets.base import Target
 from lade.targets.inputs import is_text_alone
 from lade.targets.parts import TREE_SDPA
-from lade.targets.rows import RowsTarget
-from lade.targets.trees import TreeTarget
-
-
-class Standard(NamedTuple):
-    """Standard decoding, and why each better method was ruled out; no reason if it is asked for."""
-
-    reasons: dict[Verification, str]
 
 
 @without_collection()  # the first call checks the model, and loads or compiles kernels
-def plan(call: Call) -> Target | Standard:
+def plan(call: Call) -> Target | VerificationPlan:
     """Choose how to decode a call, and set up its target.
+
+    Returns:
+        The plan itself for standard decoding, with no reason if that is asked for.
 
     Raises:
         LadeError: the config forbids what the call needs.
     """
     if (reason := call.why_plain) is not None:
-        return Standard({"tree": reason})
+        return VerificationPlan("plain", None, {"tree": reason})
     with Attempt(LadeError, MisfitError, even_memory=True) as attempt:
         verification, engine_call = _verification(call)
         if verification.verification == "plain":
-            return Standard(verification.reasons)
+            return verification
         target = make_target(
             *(call.model, call.input_ids, call.model_kwargs, verification),
             *(call.lengths.num_new, call.options, call.profile),
         )
-        if engine_call is not None and isinstance(target, TreeTarget | RowsTarget):
+        if engine_call is not None:
             target.join(engine_call)
         return target
     # Standard decoding hits the same error, or works.
-    return Standard({"tree": str(attempt.failure)})
+    return VerificationPlan("plain", None, {"tree": str(attempt.failure)})
 
 
 def _verification(call: Call) -> tuple[VerificationPlan, EngineCall | None]:
@@ -82,7 +75,7 @@ def _verification(call: Call) -> tuple[VerificationPlan, EngineCall | None]:
             found = choose(is_padded=True)
     if found is None or found.attention != TREE_SDPA:
         found, engine_call = None, None
-    verification = found or choose(is_padded=lengths.is_padded or call.num_rows > 1)
+    verification = found or choose(is_padded=lengths.is_padded)
     verification = verification._replace(why_eager=why_eager or verification.why_eager)
     if call.around is None:
         verification = ready(verification, model, profile, uses_kernels=config.uses_kernels)

@@ -1,6 +1,7 @@
 """`Reuse`: the KV cache that a call takes from earlier calls and keeps for later ones."""
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 from transformers.cache_utils import DynamicCache
@@ -8,8 +9,8 @@ from transformers.cache_utils import DynamicCache
 from lade.compat import CACHE, CHUNKS_GO_ON, MARKS_CACHES, Model, mesh_of
 from lade.hf.call import Arguments, Call
 from lade.hf.pools import pools_of
-from lade.probing.profile import Profiles, profile_of
-from lade.probing.rules import why_not_reused
+from lade.probing.profile import Profile, Profiles, profile_of
+from lade.probing.rules import why_no_snapshot, why_not_speculate
 from lade.probing.selfcheck import why_not_continued
 from lade.targets.inputs import is_text_alone
 from lade.targets.prefixes import KeptText, Origin, PrefixStore, is_cuttable, move_to_own_memory
@@ -27,7 +28,7 @@ class Reuse:
     def __init__(self, call: Call, store: PrefixStore) -> None:
         self.num_tokens = 0
         self._model, self._store, self._max_bytes = call.model, store, call.config.max_prefix_bytes
-        self._origin = Origin(state_of(call.model), _owner_of(call.arguments, store))
+        self._origin = Origin(state_of(call.model, call.profile), _owner_of(call.arguments, store))
         self._cache = call.model_kwargs[CACHE]  # the call's cache, filled in place
         self._empty = saved(self._cache)
         self._num_cleared = store.num_cleared
@@ -44,8 +45,8 @@ class Reuse:
 
     def end(self, token_ids: Sequence[int]) -> None:
         """Keep the call's cache, which holds all of these tokens but the last, for later calls."""
-        origin = self._origin
-        if self._store.num_cleared != self._num_cleared or origin.model != state_of(self._model):
+        origin, present = self._origin, state_of(self._model, profile_of(self._model))
+        if self._store.num_cleared != self._num_cleared or origin.model != present:
             return  # the model was changed meanwhile
         cache, num_tokens = self._cache, len(token_ids) - 1
         num_more = (length_of(cache) or 0) - num_tokens
@@ -70,12 +71,15 @@ def reuse_of(call: Call) -> Reuse | None:
         return None
     if options.prefill_chunk_size is not None and not CHUNKS_GO_ON:
         return None
-    if why_not_reused(model, call.lengths) or why_not_continued(model, call.profile):
+    # Keys of another length may differ, or its forwards.
+    reason = why_no_snapshot(model, call.lengths) or why_not_speculate(model, call.lengths)
+    find = partial(why_not_continued, model, call.profile)
+    if reason is not None or call.profile.once("why_not_continued", find) is not None:
         return None
     return Reuse(call, Profiles.of(model).prefixes)
 
 
-def state_of(model: Model) -> Hashable:
+def state_of(model: Model, profile: Profile) -> Hashable:
     """Return what keys and values depend on besides tokens, as far as lade can see.
 
     It consists of the model's state, and of the address and the count of writes of each weight.
@@ -83,7 +87,7 @@ def state_of(model: Model) -> Hashable:
     """
     weights = [*model.parameters(), *(each for each in model.buffers() if each.dim() > 1)]
     writes = [(each.data_ptr(), -1 if each.is_inference() else each._version) for each in weights]
-    return profile_of(model).state, tuple(writes)
+    return profile.state, tuple(writes)
 
 
 def _is_plain_text(call: Call, cache: Any) -> bool:

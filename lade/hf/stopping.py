@@ -1,7 +1,7 @@
 """The work after each token: its scores, stop conditions, streamers and `on_step`."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,73 +44,6 @@ class Outputs:
         return tuple(self._entries[name][:num_tokens]) if name in self._entries else None
 
 
-class StopRule:
-    """All stop conditions, evaluated after each token, exactly where `generate` evaluates them.
-
-    Length and EOS are compared as integers, and stop strings are looked for row by row. Other
-    criteria are asked about whole columns, once all rows of a batch have them. A row that such a
-    criterion ends may have run ahead; it is cut.
-
-    Args:
-        call: whose criteria are asked.
-        outputs: of the call, which the criteria look at.
-        batch: of the call.
-    """
-
-    def __init__(self, call: Call, outputs: Outputs, batch: Batch) -> None:
-        self._outputs, self._batch, self._columns = outputs, batch, call.input_ids
-        self._sees_rows, device = call.stops_see_rows, call.input_ids.device
-        self._unfinished = torch.ones(call.num_rows, dtype=torch.int64, device=device)
-        self._lengths: list[MaxLengthCriteria] = []  # whose limit may be changed at any time
-        self._eos_token_ids: set[int] = set()
-        self._others = list[Any]()
-        for criterion in call.criteria:
-            if type(criterion) is MaxLengthCriteria:
-                self._lengths.append(criterion)
-            elif type(criterion) is EosTokenCriteria:
-                self._eos_token_ids.update(criterion.eos_token_id.tolist())
-            else:
-                self._others.append(criterion)
-
-    def __call__(self, rows: Sequence[Row]) -> None:
-        """Mark the given rows as finished if their last token ends them."""
-        max_length = math.inf
-        for each in self._lengths:
-            max_length = min(max_length, each.max_length)
-        for row in rows:
-            token_ids = row.token_ids
-            finished = token_ids[-1] in self._eos_token_ids
-            if len(token_ids) >= max_length:
-                finished = True
-            for criterion in () if self._sees_rows else self._others:
-                scores = self._outputs.get("scores")
-                prefix = row.prefix()
-                answer = torch.zeros((), dtype=torch.bool, device=prefix.device)
-                # As in `generate`, the answer may be an integer, whose lowest bit counts.
-                finished = bool((answer | criterion(prefix, scores)) & 1) or finished
-            row.is_finished = row.is_finished or finished
-        while (
-            self._sees_rows and (column := self._batch.column(self._columns.shape[1])) is not None
-        ):
-            self._ask_about(column)
-
-    def _ask_about(self, column: Sequence[int]) -> None:
-        """Ask the criteria about a column as `generate` does, and end rows behind it."""
-        batch, answer = self._batch, torch.zeros_like(self._unfinished, dtype=torch.bool)
-        last = torch.tensor(column, dtype=torch.int64, device=answer.device)
-        self._columns = torch.cat([self._columns, last[:, None].to(self._columns.dtype)], dim=1)
-        for criterion in self._others:
-            answer = answer | criterion(self._columns, None)
-        self._unfinished = self._unfinished & ~answer
-        goes_on = self._unfinished
-        if batch.pad_token_id is None:
-            goes_on = goes_on.max()
-        for row, is_on in zip(batch.rows, goes_on.expand(len(column)).tolist(), strict=True):
-            if not is_on:
-                row.cut(self._columns.shape[1], None)
-                row.is_finished = True
-
-
 class Report:
     """Gives a streamer the columns that all rows have reached, and `on_step` the steps.
 
@@ -149,18 +82,77 @@ class Report:
             self.num_put += 1
 
 
-def stopping(
-    stop: Callable[[Sequence[Row]], None], report: Report
-) -> Callable[[Sequence[Row]], None]:
-    """Return a function that marks finished rows and streams a token, in `generate`'s order."""
-    if report.streamer is None:
-        return stop
+class StopRule:
+    """All stop conditions, evaluated after each token, exactly where `generate` evaluates them.
 
-    def after_token(rows: Sequence[Row]) -> None:
-        if STOPS_FIRST:
-            stop(rows)
-        report.put()
-        if not STOPS_FIRST:
-            stop(rows)
+    Tokens are streamed there, too, in `generate`'s order.
 
-    return after_token
+    Length and EOS are compared as integers, and stop strings are looked for row by row. Other
+    criteria are asked about whole columns, once all rows of a batch have them. A row that such a
+    criterion ends may have run ahead; it is cut.
+
+    Args:
+        call: whose criteria are asked.
+        outputs: of the call, which the criteria look at.
+        batch: of the call.
+        report: puts columns.
+    """
+
+    def __init__(self, call: Call, outputs: Outputs, batch: Batch, report: Report) -> None:
+        self._outputs, self._batch, self._columns = outputs, batch, call.input_ids
+        self._report = report
+        self._sees_rows, device = call.stops_see_rows, call.input_ids.device
+        self._unfinished = torch.ones(call.num_rows, dtype=torch.int64, device=device)
+        self._lengths: list[MaxLengthCriteria] = []  # whose limit may be changed at any time
+        self._eos_token_ids: set[int] = set()
+        self._others = list[Any]()
+        for criterion in call.criteria:
+            if type(criterion) is MaxLengthCriteria:
+                self._lengths.append(criterion)
+            elif type(criterion) is EosTokenCriteria:
+                self._eos_token_ids.update(criterion.eos_token_id.tolist())
+            else:
+                self._others.append(criterion)
+
+    def __call__(self, rows: Sequence[Row]) -> None:
+        """Mark the given rows as finished if their last token ends them, and stream it."""
+        streams = self._report.streamer is not None
+        if streams and not STOPS_FIRST:
+            self._report.put()
+        max_length = math.inf
+        for each in self._lengths:
+            max_length = min(max_length, each.max_length)
+        for row in rows:
+            token_ids = row.token_ids
+            finished = token_ids[-1] in self._eos_token_ids
+            if len(token_ids) >= max_length:
+                finished = True
+            for criterion in () if self._sees_rows else self._others:
+                scores = self._outputs.get("scores")
+                prefix = row.prefix()
+                answer = torch.zeros((), dtype=torch.bool, device=prefix.device)
+                # As in `generate`, the answer may be an integer, whose lowest bit counts.
+                finished = bool((answer | criterion(prefix, scores)) & 1) or finished
+            row.is_finished = row.is_finished or finished
+        while (
+            self._sees_rows and (column := self._batch.column(self._columns.shape[1])) is not None
+        ):
+            self._ask_about(column)
+        if streams and STOPS_FIRST:
+            self._report.put()
+
+    def _ask_about(self, column: Sequence[int]) -> None:
+        """Ask the criteria about a column as `generate` does, and end rows behind it."""
+        batch, answer = self._batch, torch.zeros_like(self._unfinished, dtype=torch.bool)
+        last = torch.tensor(column, dtype=torch.int64, device=answer.device)
+        self._columns = torch.cat([self._columns, last[:, None].to(self._columns.dtype)], dim=1)
+        for criterion in self._others:
+            answer = answer | criterion(self._columns, None)
+        self._unfinished = self._unfinished & ~answer
+        goes_on = self._unfinished
+        if batch.pad_token_id is None:
+            goes_on = goes_on.max()
+        for row, is_on in zip(batch.rows, goes_on.expand(len(column)).tolist(), strict=True):
+            if not is_on:
+                row.cut(self._columns.shape[1], None)
+                row.is_finished = True

@@ -10,7 +10,7 @@ from lade.config import Execution, Verification
 from lade.probing.profile import Profile, profile_of
 from lade.targets.base import Target
 from lade.targets.paths import ChainTarget
-from lade.targets.rows import Prompts, RowsTarget, split
+from lade.targets.rows import RowsTarget, split
 from lade.targets.static import StaticTarget
 from lade.targets.trees import TreeTarget
 
@@ -48,9 +48,8 @@ def make_target(
             for row in rows
         ]
         of_trees = [each for each in targets if isinstance(each, TreeTarget)]
-        pad_token = getattr(generation_config, "_pad_token_tensor", None)
-        whole = Prompts(model, input_ids, model_kwargs, generation_config, int(pad_token or 0))
-        target: Target = RowsTarget(rows, of_trees, whole)
+        whole = model, input_ids, model_kwargs, generation_config
+        target: Target = RowsTarget(rows, of_trees, *whole)
     elif chosen.verification == "tree":
         known = profile or profile_of(model)
         settings = (

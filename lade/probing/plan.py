@@ -147,14 +147,9 @@ def choose_for_drafting(model: Model, profile: Profile) -> VerificationPlan:
     If none is exact, as with layers that quantize activations, a roughly right method suffices: the
     target verifies the model's drafts.
     """
-    plan, methods = choose_verification(model, profile=profile), SPECULATING
-    if plan.verification == "tree" and profile.layout_of(model).max_candidates is not None:
-        # What grows by branches here must run as trees.
-        excluded: dict[Verification, str] = {"tree": "its convolutions see one path"}
-        plan = choose_verification(model, profile=profile, excluded=excluded)
-        methods = tuple(each for each in SPECULATING if each != "tree")
+    plan = choose_verification(model, profile=profile)
     if plan.verification == "plain" and why_not_run(profile) is None:
-        for method in methods:
+        for method in SPECULATING:
             key = CheckKey(method, is_drafting=True)
             reason, attention = _result_of(model, profile, key)
             if reason is None:

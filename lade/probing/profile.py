@@ -240,14 +240,17 @@ def profile_of(model: Model) -> Profile:
     return Profiles.of(model).present(model)
 
 
-def computing(model: Model) -> Model:
+def computing(model: Model, profile: Profile | None = None) -> Model:
     """Return the view that computes in float32 what a model in 16 bits holds; else the model.
 
     There is one if its forwards are compiled (`FusedForwards`), which compute in float32 alone.
+
+    Args:
+        profile: of the model in its present state; looked up if None.
     """
     if dtype_of(model) not in NARROW:
         return model
-    widened = profile_of(model).widened(model)
+    widened = (profile or profile_of(model)).widened(model)
     if isinstance(widened, str):
         return model
     widened.refresh()

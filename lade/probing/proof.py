@@ -18,18 +18,17 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lade.batch import Row
 from lade.compat import Model
 from lade.compat.closeness import EXACT, distance, limit_of
-from lade.drafting.drafts import chain, draft_of
+from lade.drafting.drafts import after, chain
 from lade.drafting.speculator import Plan
 from lade.errors import in_one_line
 from lade.targets.base import Target
-from lade.tree import Tree, starts
+from lade.tree import ROOT, Tree, starts
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -308,15 +307,7 @@ class ProvedTarget:
 
 def _behind(token_ids: Sequence[int], tree: Tree) -> Tree:
     """Return a tree that begins with tokens before its root."""
-    num, size = len(token_ids), len(tree)
-    ancestors = np.zeros((num + size, num + size), np.bool_)
-    ancestors[:num, :num] = np.tri(num, dtype=np.bool_)
-    ancestors[num:, :num], ancestors[num:, num:] = True, tree.ancestors
-    parents = [*range(-1, num - 1), *(tree.draft.parents + num).tolist()]
-    tokens = [*token_ids[1:], tree.token_ids[0], *tree.draft.token_ids.tolist()]
-    depths = [*range(num), *(num + depth for depth in tree.depths)]
-    draft = draft_of(tokens, parents)
-    return Tree([*token_ids, *tree.token_ids], depths, ancestors, {}, draft)
+    return Tree.build(token_ids[0], after([*token_ids[1:], tree.token_ids[ROOT]], tree.draft))
 
 
 def _without(logits: Tensor, trees: Mapping[Row, Tree], num: int) -> Tensor:

@@ -126,11 +126,6 @@ def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
     return None
 
 
-def why_not_reused(model: Model, lengths: Lengths) -> str | None:
-    """Return why a call of these lengths may not reuse keys of another length, or None."""
-    return why_no_snapshot(model, lengths) or why_not_speculate(model, lengths)
-
-
 def why_no_snapshot(model: Model, lengths: Lengths) -> str | None:
     """Return why a call of these lengths cannot go back to a snapshot, or None."""
     rope = _rope_passed(model, lengths)

@@ -103,19 +103,15 @@ def _attentions_for(model: Model) -> list[str | None]:
     return [TREE_SDPA, *others]
 
 
+@torch.no_grad()
 def why_not_continued(model: Model, profile: Profile) -> str | None:
     """Return why a text cannot continue from the KV cache of its beginning, or None.
 
-    This is checked once, by three short forwards and the check of the model's layers.
+    This takes three short forwards and the check of the model's layers.
 
     Raises:
         torch.OutOfMemoryError: the check had too little memory for a verdict.
     """
-    return profile.once("why_not_continued", lambda: _why_not_continued(model, profile))
-
-
-@torch.no_grad()
-def _why_not_continued(model: Model, profile: Profile) -> str | None:
     if (reason := reason_of_layers(model, profile)) is not None:
         return reason
     tokens, errors, limit = check_tokens(model), list[float](), limit_of(model)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -170,42 +170,30 @@ class _Values:
         owners: Iterable[tuple[Any, Collection[str]]],
         changed: "Mapping[tuple[int, str], set[_Path]] | None" = None,
     ) -> None:
-        self._plain: list[tuple[Any, Any]] = []
-        self._others: list[tuple[Any, Any]] = []
+        self._fixed: list[tuple[Any, dict[str, Any]]] = []
         self._inside: list[tuple[Any, str, set[_Path]]] = []
         for owner, names in owners:
             reference, held = ref(owner), vars(owner)
-            plain = [name for name in names if _is_plain(held[name])]
+            plain = {name: copy.deepcopy(held[name]) for name in names if _is_plain(held[name])}
             inside = [name for name in names if name not in plain and _may_change(held[name])]
-            others = [name for name in names if name not in {*plain, *inside}]
-            for kind, found in ((self._plain, plain), (self._others, others)):
-                if found:  # the last name comes twice, so that a single one gives a tuple, too
-                    kind.append((reference, itemgetter(*found, found[-1])))
+            others = {name: held[name] for name in names if name not in {*plain, *inside}}
+            self._fixed.append((reference, plain | others))
             for name in inside:
                 left_out = (changed or {}).get((id(owner), name), set[_Path]())
                 self._inside.append((reference, name, left_out))
-        self._before = copy.deepcopy(_got(self._plain)), _got(self._others), self._seen()
+        self._before = self._seen()
 
     def are_same(self) -> bool:
         """Return whether all are unchanged; False if one cannot be compared."""
-        plain, others, seen = self._before
         with Attempt():  # an attribute may be gone, or fail in comparisons
-            now = [*chain.from_iterable(_got(self._others))]
-            return bool(
-                plain == _got(self._plain)
-                and all(map(is_, chain.from_iterable(others), now))
-                and seen == self._seen()
-            )
+            fixed = (held.items() <= vars(owner()).items() for owner, held in self._fixed)
+            return all(fixed) and self._before == self._seen()
         return False
 
     def _seen(self) -> list[Any]:
         return [
             _leaves(vars(reference())[name], changed) for reference, name, changed in self._inside
         ]
-
-
-def _got(getters: list[tuple[Any, Any]]) -> list[Any]:
-    return [get(vars(reference())) for reference, get in getters]
 
 
 class ReadAttributes:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from importlib.metadata import packages_distributions
 from itertools import chain
-from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -91,39 +90,31 @@ class Slots:
     def __init__(
         self, holders: Iterable[Any], is_looked_at: Callable[[Any], bool] | None = None
     ) -> None:
-        self._held: list[tuple[Any, Any, tuple[str, ...]]] = []
+        #: Modules and classes, with the functions in each, and how many names it has.
+        self._held: list[tuple[Any, dict[str, Any], int]] = []
+        is_one = is_looked_at or _is_function
         for holder in dict.fromkeys(holders):
-            held = vars(holder)
-            names = tuple(
-                name for name, each in [*held.items()] if (is_looked_at or _is_function)(each)
-            )
-            if names:
-                # The last name comes twice, so that a single name gives a tuple, too.
-                self._held.append((holder, itemgetter(*names, names[-1]), names))
-        self._classes = [holder for holder, _, _ in self._held if isinstance(holder, type)]
-        self._before = self._now()
+            held = [*vars(holder).items()]
+            if functions := {name: each for name, each in held if is_one(each)}:
+                self._held.append((holder, functions, len(held)))
 
     def are_same(self) -> bool:
         """Return whether each name still has the same function, and no class has more names."""
-        return self._before == self._now()
+        return all(
+            functions.items() <= vars(holder).items()
+            and (not isinstance(holder, type) or len(vars(holder)) == num_names)
+            for holder, functions, num_names in self._held
+        )
 
     def __iter__(self) -> Iterator[Slot]:
         """Iterate over the functions there now, new names of classes included."""
-        for holder, _, names in self._held:
+        for holder, functions, _ in self._held:
             held = vars(holder)
-            more = [name for name in held if name not in names] if isinstance(holder, type) else ()
-            for name in chain(names, more):
+            more = [each for each in held if each not in functions and isinstance(holder, type)]
+            for name in (*functions, *more):
                 function = held.get(name, _MISSING)
-                if name in names or _is_function(function):
+                if name in functions or _is_function(function):
                     yield Slot(holder, name, function)
-
-    def _now(self) -> list[Any]:
-        """Return all functions, and how many names each class has."""
-        try:
-            functions = [get(vars(holder)) for holder, get, _ in self._held]
-        except KeyError:  # a name was deleted
-            return []
-        return [functions, [len(vars(each)) for each in self._classes]]
 
 
 def _is_function(value: Any) -> bool:

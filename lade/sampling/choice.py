@@ -78,7 +78,7 @@ class ScoredChoice(Choice):
         self._launched = Launched(logits)
 
     def wait(self) -> None:
-        """Wait for the logits, so that `Laps` counts their time as that of the forward."""
+        """Wait for the logits, so that their time counts as that of the forward."""
         self._launched.wait()
 
     def _scores_at(self, nodes: Sequence[RowNode]) -> Tensor:

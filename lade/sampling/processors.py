@@ -131,45 +131,13 @@ def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
 _REPEATABLE = tuple(kind for kind in _ROW_BY_ROW if kind is not hf.WatermarkLogitsProcessor)
 
 
-class HypotheticalProcessors:
-    """Copies of a call's logits processors that may run after tokens that are never emitted.
+def repeatable(processors: Sequence[LogitsProcessor], num_rows: int) -> Processors:
+    """Return copies of a call's processors that may run after tokens that are never emitted.
 
     Processors that keep state, draw random numbers or are user code are left out.
-
-    Args:
-        processors: all processors of the call.
-        num_rows: rows of the call.
-
-    Attributes:
-        need_prefix: whether any copy may look at more than the scores.
     """
-
-    def __init__(self, processors: Sequence[LogitsProcessor], num_rows: int) -> None:
-        copies = [_fresh(each) for each in processors if type(each) in _REPEATABLE]
-        self._processors = Processors(copies, num_rows)
-        self.need_prefix = self._processors.need_prefix
-
-    def __bool__(self) -> bool:
-        return len(self._processors) > 0
-
-    def __call__(self, row: int, prefixes: Sequence[Sequence[int]], scores: Tensor) -> Tensor:
-        """Process scores of a row.
-
-        Args:
-            row: index in the batch.
-            prefixes: [n], the tokens before each score; ignored unless `need_prefix`.
-            scores: float32 [n, vocab_size]; may be changed in place.
-        """
-        if not self.need_prefix:
-            return self._processors.without_prefix(scores)
-        parts = [
-            self._processors.of_row[row](
-                torch.tensor([[*prefix]], dtype=torch.int64, device=scores.device),
-                scores[i : i + 1],
-            )
-            for i, prefix in enumerate(prefixes)
-        ]
-        return torch.cat(parts)
+    copies = [_fresh(each) for each in processors if type(each) in _REPEATABLE]
+    return Processors(copies, num_rows)
 
 
 def _fresh(processor: LogitsProcessor) -> LogitsProcessor:

@@ -28,6 +28,7 @@ class Target(ABC):
     execution: Execution = "eager"
     why_eager: str | None = None  # why steps are not compiled that were to be
     is_fast: bool = False  # whether forwards may run by lade's kernels
+    may_join: bool = False  # whether its forwards may run together with other calls
     is_untimed = False  # whether the last forward also ran other calls, or a compiler
 
     _model_kwargs: dict[str, Any]  # what `generate` prepared for the prompts
@@ -37,6 +38,11 @@ class Target(ABC):
     def marginal_cost(self) -> float | None:
         """Tokens that a draft token must add to pay in a forward of several calls; else None."""
         return None if self._engine_call is None else self._engine_call.marginal_cost
+
+    def join(self, call: EngineCall) -> None:
+        """Run forwards together with other calls of the model, if that is exact."""
+        if self.may_join:
+            self._engine_call = call
 
     def ask(self, call: EngineCall, parts: Sequence[Any]) -> list[Any]:
         """Run parts of a forward together with parts of other calls; return their outputs."""

@@ -615,8 +615,8 @@ class TreeCache(Cache):  # type: ignore[misc]
             return None
         stop = self._state.length + num_new + num_pending
         num_keys, held_at = list[int](), list[int]()
-        for window, group in self._groups.items():
-            num_keys.append(stop - self.first_slot(window))
+        for group in self._groups.values():
+            num_keys.append(stop - group.offset)
             for store in group.stores:
                 store.reserve(num_keys[-1])
                 held_at.append(store.buffer.data_ptr())

@@ -22,7 +22,6 @@ from lade.targets.base import Target
 from lade.targets.inputs import LOGITS_KEPT
 from lade.targets.rollback import (
     cache_in,
-    can_grow,
     crop,
     find_cache,
     record_past,
@@ -98,11 +97,6 @@ class ChainTarget(Target):
 
         `commit` takes a path of the whole chain.
         """
-        if num_run and self._cache is not None and not self._restores:
-            cache = self._cache[1]
-            if not can_grow(cache):
-                crop(cache, num_run)
-                return self.forward(self._inputs(tree, 0))[:, num_run:]
         inputs = self._inputs(tree, num_run)
         if num_run == 0 and self._restores and self._cache is not None:
             self._saved = saved(self._cache[1])

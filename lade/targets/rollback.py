@@ -17,7 +17,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from lade.compat import CACHE_NAMES, WINDOWS_GROW
+from lade.compat import CACHE_NAMES
 from lade.targets.kv_cache import kind_of
 
 
@@ -76,14 +76,6 @@ def crop(cache: Any, num_tokens: int) -> None:
     for layer in _layers(cache):
         if not isinstance(layer, LinearAttentionCacheLayerMixin) or layer.record_past:
             layer.crop(-num_tokens)
-
-
-def can_grow(cache: Any) -> bool:
-    """Return whether a forward may follow another with no `crop` in between."""
-    windowed = cache_utils.DynamicSlidingWindowLayer
-    return WINDOWS_GROW or not any(
-        type(layer) is windowed and layer.record_past for layer in _layers(cache)
-    )
 
 
 def _layers(cache: Any) -> list[Any]:

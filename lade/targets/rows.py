@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from lade.batch import Batch
 from lade.compat import CACHE, Model, prefill
+from lade.compat.attempts import Attempt
 from lade.compat.view import with_decoding_experts
 from lade.drafting.drafts import chain
 from lade.engine.engine import EngineCall
@@ -81,16 +82,6 @@ def _row(input_ids: Tensor, model_kwargs: Mapping[str, Any], row: int, start: in
     return PromptRow(input_ids[row : row + 1, start:], of_prompt)
 
 
-class Prompts(NamedTuple):
-    """The prompts of a batch, as `generate` runs them."""
-
-    model: Model
-    input_ids: Tensor  # int64 [rows, num_tokens]
-    model_kwargs: dict[str, Any]
-    config: GenerationConfig
-    pad_token_id: int  # continues rows that have ended
-
-
 class RowsTarget(Target):
     """Target of several rows, whose trees run as parts of one forward.
 
@@ -99,45 +90,48 @@ class RowsTarget(Target):
     Args:
         rows: the prompts.
         targets: one for each prompt.
-        prompts: the whole batch.
+        model, input_ids, model_kwargs, config: the whole batch, as `generate` runs it.
     """
 
     def __init__(
-        self, rows: Sequence[PromptRow], targets: Sequence[TreeTarget], prompts: Prompts
+        self,
+        rows: Sequence[PromptRow],
+        targets: Sequence[TreeTarget],
+        model: Model,
+        input_ids: Tensor,
+        model_kwargs: dict[str, Any],
+        config: GenerationConfig,
     ) -> None:
-        self._prompts, self._model_kwargs = prompts, prompts.model_kwargs
+        self._model, self._input_ids, self._config = model, input_ids, config
+        self._model_kwargs = model_kwargs
         self._shared: Any = None  # cache of all rows, of equal lengths
         self._num_later, self._is_plain = 0, False
         first = targets[0]
         self.device, self.vocab_size = first.device, first.vocab_size
         self.max_candidates, self.is_fast = first.max_candidates, first.is_fast
         self._all = self._rows = [*targets]
+        self.may_join = all(target.may_join for target in targets)
         keys = [row.key for row in rows]
         self._originals = [keys.index(key) for key in keys]
         self._num_prompt = [row.input_ids.shape[1] for row in rows]
-        self._starts = [prompts.input_ids.shape[1] - num for num in self._num_prompt]  # padding
+        self._starts = [input_ids.shape[1] - num for num in self._num_prompt]  # padding
 
     def prefill(self, *, is_plain: bool = False) -> Tensor:
         """Run the distinct prompts, and copy their caches to equal ones; return last logits."""
         if is_plain:
-            self._is_plain, whole = True, self._prompts
+            self._is_plain = True
             given = {**self._model_kwargs, CACHE: deepcopy(self._model_kwargs[CACHE])}
-            output = prefill(whole.model, whole.input_ids, whole.config, given)
+            output = prefill(self._model, self._input_ids, self._config, given)
             self._shared = cache_in(output)
             return output.logits[:, -1:].transpose(0, 1)  # type: ignore[no-any-return]
-        nothing = torch.empty(0, dtype=torch.float32, device=self.device)
-        last = [nothing] * len(self._all)
-        different = sorted({*self._originals})
-        for group in self._groups(different):
-            ends = self._run_prompts(group)
-            for row, logits in zip(group, ends, strict=True):
-                last[row] = logits
+        last: dict[int, Tensor] = {}
+        for group in self._groups(sorted({*self._originals})):
+            last |= zip(group, self._run_prompts(group), strict=True)
         for row, original in enumerate(self._originals):
             if row != original:
                 self._all[row].cache.take_over(self._all[original].cache)
                 self._all[row].begin()
-                last[row] = last[original]
-        return torch.cat(last, dim=1)
+        return torch.cat([last[original] for original in self._originals], dim=1)
 
     def _groups(self, rows: Sequence[int]) -> list[list[int]]:
         """Group prompts that run together."""
@@ -187,56 +181,37 @@ class RowsTarget(Target):
 
     def join(self, call: EngineCall) -> None:
         """Run forwards together with other calls, if all rows may."""
-        if all(target.may_join for target in self._all):
-            self._engine_call = call
-            for target in self._all:
-                target.join(call)
+        super().join(call)
+        for target in self._all if self.may_join else ():
+            target.join(call)
 
     def forward_roots(self, roots: Sequence[Tree]) -> Tensor:
         """Run the first row's root as `generate` runs single tokens, and other roots as trees.
 
-        After a plain prefill, run all roots as `generate` does.
+        After a plain prefill, run all roots as `generate` does: together until the first tree, then
+        each as a call of its own.
         """
-        if self._is_plain:
+        if self._shared is not None:
             return self._together(roots)
-        first, *others = self._rows
-        parts = [
-            target.part(target.inputs([root]))
-            for target, root in zip(others, roots[1:], strict=True)
-        ]
-        logits = [first.forward_roots(roots[:1])[:, -1:]]
-        return torch.cat([*logits, run_as_one(parts)], dim=1) if parts else logits[0]
+        pairs = [*zip(self._rows, roots, strict=True)]
+        num_alone = len(pairs) if self._is_plain else 1
+        logits = [row.forward_roots([root])[:, -1:] for row, root in pairs[:num_alone]]
+        if parts := [row.part(row.inputs([root])) for row, root in pairs[num_alone:]]:
+            logits.append(run_as_one(parts))
+        return torch.cat(logits, dim=1)
 
     def _together(self, roots: Sequence[Tree]) -> Tensor:
         """Run roots as the next tokens of a batch, whose other rows have ended."""
-        whole, cache = self._prompts, self._shared
-        tokens = dict.fromkeys(self._all, whole.pad_token_id)
+        tokens = dict.fromkeys(self._all, int(self._config._pad_token_tensor or 0))
         tokens |= {
             target: root.token_ids[0] for target, root in zip(self._rows, roots, strict=True)
         }
-        if cache is not None:
-            given = self.extended(self._num_later + 1)
-            num_tokens = whole.input_ids.shape[1] + self._num_later + 1
-        else:
-            cache = self._gathered(deepcopy(self._model_kwargs[CACHE]))
-            lengths = [target.cache.length for target in self._all]
-            num_tokens = max(lengths) + 1
-            slots = torch.arange(num_tokens, dtype=torch.int64, device=self.device)
-            firsts = integers_on(self.device, [max(lengths) - each for each in lengths])[:, None]
-            ends = torch.cat([target.next_position() for target in self._all])
-            mask = (slots >= firsts).long()
-            for row, target in enumerate(self._all):
-                if (padding := target.padding) is not None:
-                    mask[row, firsts[row] :][: padding.shape[1]] &= padding[0].long()
-            positions = (ends + slots + 1 - num_tokens).clamp(min=0)
-            given = {**self.extended(1), "attention_mask": mask, "position_ids": positions}
-        ids = whole.input_ids.new_zeros((len(self._all), num_tokens))
+        num_later = self._num_later + 1
+        ids = self._input_ids.new_zeros((len(self._all), self._input_ids.shape[1] + num_later))
         ids[:, -1] = integers_on(self.device, [*tokens.values()])
-        prepare = whole.model.prepare_inputs_for_generation
-        inputs = prepare(ids, next_sequence_length=1, **{**given, CACHE: cache})
-        output = with_decoding_experts(whole.model)(**inputs, return_dict=True)
-        if self._shared is None:
-            self.forward(self.inputs(roots))  # whose keys and values the rows keep
+        given = {**self.extended(num_later), CACHE: self._shared}
+        inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **given)
+        output = with_decoding_experts(self._model)(**inputs, return_dict=True)
         return output.logits[[self._all.index(each) for each in self._rows], -1][None]  # type: ignore[no-any-return]
 
     def discard(self) -> None:
@@ -276,16 +251,15 @@ class RowsTarget(Target):
             target.go_back(max(0, start + target.cache.length + 1 - row.num_unpadded))
             while left := whole[start + target.cache.length : -1]:
                 root, *others = left[:most]
-                try:
+                # Where several tokens fail, they run as by `generate`: one by one.
+                passed = [Exception] if most == 1 else []
+                with Attempt(*passed, even_memory=True) as attempt:
                     target.forward(target.inputs([Tree.build(root, chain(others))]))
-                except Exception:
-                    if not others:
-                        raise
+                    target.commit([[*range(1 + len(others))]])
+                    num_forwards += 1
+                if attempt.failure is not None:
                     target.discard()
-                    most = 1  # as `generate` runs them
-                    continue
-                target.commit([[*range(1 + len(others))]])
-                num_forwards += 1
+                    most = 1
         return num_forwards
 
     def hand_over(self, cache: Any) -> Any:

@@ -20,7 +20,6 @@ from lade.compat.view import (
     with_attention,
     with_decoding_experts,
 )
-from lade.engine.engine import EngineCall
 from lade.errors import MisfitError, UnsupportedModelError, UnsupportedOptionError
 from lade.machine.transfer import integers_on
 from lade.targets.base import Target
@@ -150,7 +149,6 @@ class TreeTarget(Target):
         if mask is not None and not bool(mask.all()):
             self.padding = mask.bool().to(self.device)
         self._fast_views, self.is_fast = fast_views, fast_views is not None
-        #: Whether its forwards may run together with other calls.
         self.may_join = takes_parts(model, layout, attention) and self.padding is None
         self._num_committed = 1.0  # recent mean of tokens per step
         # A user's attention is assumed to take masks as torch's does; the check compares them.
@@ -181,19 +179,8 @@ class TreeTarget(Target):
 
     def prefill(self, *, is_plain: bool = False) -> Tensor:
         """Run the prompt as `generate` does, or in the forwards of other calls."""
-        may_split = not is_plain or self._recorded is not None
-        by_masks, logits, positions = may_split and self._runs_by_masks, None, None
-        if by_masks or (may_split and self._engine_call is not None):
-            positions = self._prompt_positions()
-        if positions is not None and self._engine_call is not None:
-            logits = self._in_chunks(self._engine_call, positions)
-        if logits is None and positions is not None and by_masks:
-            start, num_tokens = self.cache.get_seq_length(), self._input_ids.shape[1]
-            part = self._prompt_part(positions, start, num_tokens - start)
-            logits = self._run(part.view, {**part.inputs, LOGITS_KEPT: 1})
-            keep_attributes(part.view, self._model)  # that hooks of both collect states, say
-            if self._recorded is not None:
-                self._recorded.commit(0, range(num_tokens))
+        is_as_usual = is_plain and self._recorded is None
+        logits = None if is_as_usual else self._in_chunks()
         if logits is None:
             model, fast_views = self._model, self._fast_views
             # The whole length decides, so that a kept prefix makes no difference.
@@ -228,19 +215,28 @@ class TreeTarget(Target):
         self._plain_view = with_decoding_experts(self._model)
         self._learn_habits(last)
 
-    def _in_chunks(self, call: EngineCall, positions: Tensor) -> Tensor | None:
-        """Run a prompt in prefill chunks, together with other calls or between their steps.
+    def _in_chunks(self) -> Tensor | None:
+        """Run a prompt as its later tokens will: whole, or in prefill chunks beside other calls.
 
-        Returns None if the prompt is short and no call waits.
+        Returns None if the prompt runs as usual.
         """
         num_tokens, start = self._input_ids.shape[1], self.cache.get_seq_length()
-        logits = None
-        if num_tokens - start <= call.engine.prefill_chunk and not call.has_batch_mates:
+        call, positions = self._engine_call, self._prompt_positions()
+        if call is not None and not call.has_batch_mates:
+            call = call if num_tokens - start > call.engine.prefill_chunk else None
+        if positions is None or (call is None and not self._runs_by_masks):
             return None
+        logits = None
         while start < num_tokens:
-            num = call.reserve(num_tokens - start)
+            num = num_tokens - start if call is None else call.reserve(num_tokens - start)
             part = self._prompt_part(positions, start, num)
-            (logits,) = self.ask(call, [part])
+            if call is not None:
+                (logits,) = self.ask(call, [part])
+            else:
+                logits = self._run(part.view, {**part.inputs, LOGITS_KEPT: 1})
+                keep_attributes(part.view, self._model)  # that hooks of both collect states, say
+            if self._recorded is not None:
+                self._recorded.commit(start, range(num))
             self.cache.keep([*range(num)])
             start += num
         return logits
@@ -313,10 +309,6 @@ class TreeTarget(Target):
             return None
         return self._prompt_part(positions, 0, self._input_ids.shape[1])
 
-    def next_position(self) -> Tensor:
-        """Return the position of the next token, int64 [1, 1]."""
-        return self._position_offsets[..., None] + self.cache.length
-
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the forward's arguments for a tree after the committed tokens."""
         return self._inputs_of(TreeTensors.of(trees[0], self.device))
@@ -325,7 +317,7 @@ class TreeTarget(Target):
         """Return the arguments for a tree; layers show `num_slots` slots, or those in use."""
         inputs = {
             "input_ids": tree.token_ids,
-            "position_ids": tree.depths + self.next_position(),
+            "position_ids": tree.depths + self._position_offsets[..., None] + self.cache.length,
             "attention_mask": self._mask(tree, self.cache.length, num_slots),
             CACHE: self.cache,
             **_OF_FORWARD,
@@ -364,11 +356,6 @@ class TreeTarget(Target):
         kind = (id(self._model), self.attention, self._fast_views, is_inference, *shape)
         ways = self.discard, self._num_committed, is_prompt, is_inference
         return Part(kind, self._view if view is None else view, inputs, *ways)
-
-    def join(self, call: EngineCall) -> None:
-        """Run forwards together with other calls of the model, if that is exact."""
-        if self.may_join:
-            self._engine_call = call
 
     def extend(self, tree: Tree, num_run: int) -> Tensor:
         """Run a growing tree's nodes from `num_run` on; earlier nodes ran since the last commit.
