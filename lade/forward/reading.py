@@ -30,13 +30,13 @@ from lade.forward.trace import Value
 from lade.forward.watching import (
     PRODUCTS,
     SDPA,
-    Attended,
     Called,
     Watched,
     size_of,
     tensors_of,
     watch,
 )
+from lade.forward.written import Attended
 from lade.targets.layout import tree_layout
 from lade.targets.masks import AttentionSpan
 

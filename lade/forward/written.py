@@ -19,19 +19,19 @@ _PRODUCTS = "bmm", "baddbmm"
 _HIDDEN = -1e30  # a score of at most this has no weight
 
 
-class Scores(NamedTuple):
-    """An attention: the numbers of heads [1, heads, tokens, size], and how scores are made."""
+class Attended(NamedTuple):
+    """An attention: numbers of heads [1, heads, tokens, size], and how scores are made."""
 
-    module: nn.Module  # in whose forward it is written
+    module: nn.Module  # in whose forward it runs
     query: Value
     key: Value  # [1, key heads, tokens, size], as `value`
     value: Value
-    out: Value  # [heads, tokens, size]
-    mask: Tensor  # as transformers made it
-    scaling: float
+    out: Value  # the result; [heads, tokens, size] where it is written out
+    mask: Any  # as transformers made it
+    kwargs: dict[str, Any]  # as transformers' functions of attention take them
 
 
-def written_in(trace: Trace, masks: Sequence[Tensor]) -> Iterator[Scores]:
+def written_in(trace: Trace, masks: Sequence[Tensor]) -> Iterator[Attended]:
     """Yield the attentions that a forward wrote out.
 
     Args:
@@ -49,15 +49,13 @@ def written_in(trace: Trace, masks: Sequence[Tensor]) -> Iterator[Scores]:
         if scores is None or node.module is None or not _is_of_product(scores):
             continue
         try:
-            yield Scores(node.module, *_read(scores, values, out, memory))
+            yield Attended(node.module, *_read(scores, values, out, memory))
         except UnsupportedForwardError as error:
             raise UnsupportedForwardError(f"{type(node.module).__name__}: {error}") from None
 
 
-def _read(
-    scores: Value, values: Value, out: Value, memory: dict[int, Tensor]
-) -> tuple[Value, Value, Value, Value, Tensor, float]:
-    """Return the inputs of an attention, its mask and its scaling."""
+def _read(scores: Value, values: Value, out: Value, memory: dict[int, Tensor]) -> tuple[Any, ...]:
+    """Return the inputs of an attention, its result, its mask and its settings."""
     scaling, found = 1.0, list[Tensor]()
     node: Any = (scores := _before(scores)).node
     while node.name not in _PRODUCTS:
@@ -90,7 +88,8 @@ def _read(
     require(len(found) == 1, f"it adds {len(found)} masks of transformers to scores")
     multiplied = query.tensor, key.tensor.transpose(1, 2), values.tensor
     of_heads = [*map(_of_heads, (query, key, values), multiplied)]
-    return *of_heads, out, found[0], scaling * node.kwargs.get("alpha", 1)
+    settings = {"scaling": scaling * node.kwargs.get("alpha", 1), "is_causal": True}
+    return *of_heads, out, found[0], settings
 
 
 def _before(value: Value) -> Value:
