@@ -86,30 +86,25 @@ class Constant(NamedTuple):
 
     module: nn.Module
     name: str
+    first: int = 0
+    step: int = 0  # numbers from one column to the next, in a program of columns
 
 
-class RowsPlan(NamedTuple):
-    """A program of a token's row, and where its numbers lie."""
+class ProgramPlan(NamedTuple):
+    """A program of a token's row, or of columns of products, and where its numbers lie."""
 
     text: str
-    tables: tuple[tuple[int, ...], ...]
-    num_scratch: int
+    given: tuple[str, ...]  # source of its arguments, as `_rows.address_of` takes it
     places: tuple[tuple[Any, int], ...]  # of inputs, constants and results, with their sizes
-
-
-class ColumnsPlan(NamedTuple):
-    """What becomes of columns of products one by one."""
-
-    text: str
-    num_inputs: int
-    constants: tuple[tuple[Constant, int, int], ...]  # with the first number, and the step
+    tables: tuple[tuple[int, ...], ...] = ()
+    num_scratch: int = 0
 
 
 class RowsStep(NamedTuple):
     """A phase of a job: programs of rows."""
 
-    before: RowsPlan | None  # what the next phase gets
-    at_end: RowsPlan | None = None  # before that; of a layer's first phase, it is the last layer's
+    before: ProgramPlan | None  # what the next phase gets
+    at_end: ProgramPlan | None = None  # before that; a layer's first phase has the last layer's
     tokens: int = words.EVERY_TOKEN
 
 
@@ -120,7 +115,7 @@ class ProductsPlan(NamedTuple):
     row: int  # numbers of a token's row of inputs
     given: int  # word of the job, as the next
     target: int  # of the columns side by side, or of what becomes of them
-    columns: ColumnsPlan | None = None  # of the columns of each product
+    columns: ProgramPlan | None = None  # of the columns of each product
     tokens: int = words.EVERY_TOKEN
 
     @property
@@ -160,7 +155,7 @@ class MixingPlan(NamedTuple):
     """Phases of a job that mix tokens: attention, or a layer's convolution or recurrence."""
 
     attended: int  # numbers of a token behind it
-    rows: RowsPlan | None = None  # makes heads, and what is cached
+    rows: ProgramPlan | None = None  # makes heads, and what is cached
     heads: HeadsPlan | None = None  # of attention
     settings: tuple[float, float, nn.Module | None] = (1.0, 0.0, None)  # scaling, softcap, sinks
     keys_of: int | None = None  # number of the layer whose keys and values it reads
@@ -173,7 +168,7 @@ class LayerPlan(NamedTuple):
     """A decoder layer."""
 
     phases: tuple[Any, ...]  # RowsStep, ProductsPlan, MixingPlan, ExpertsPlan
-    at_end: RowsPlan | None
+    at_end: ProgramPlan | None
 
     @property
     def mixing(self) -> MixingPlan:
@@ -401,7 +396,7 @@ class _Reader:
         self,
         results: Sequence[tuple[Value, Place]],
         given: Mapping[Value, Place],
-    ) -> RowsPlan:
+    ) -> ProgramPlan:
         """Return the program of some results.
 
         Args:
@@ -413,7 +408,12 @@ class _Reader:
             places: list[tuple[Value, Any]] = [(x, self._place_of(x)) for x in source.inputs]
         places += [(value, self._constant_of(value)) for value in source.constants]
         sized = [(place, self._rows.layout(value).size) for value, place in [*places, *results]]
-        return RowsPlan(source.text, source.tables, source.num_scratch, tuple(sized))
+        taken = [f"row(given[0], {source.num_scratch})"]
+        for number, (place, size) in enumerate(sized, 1):
+            is_whole = type(place) is Place and place.word == words.POSITIONS
+            taken.append(f"{'integers' if is_whole else 'row'}(given[{number}], {size})")
+        of_program = source.tables, source.num_scratch
+        return ProgramPlan(source.text, tuple(taken), tuple(sized), *of_program)
 
     def _place_of(self, value: Value) -> Place:
         if value in self._now:
@@ -444,14 +444,12 @@ class _Reader:
         """Return what becomes of columns that products give."""
         return Writer(self._rows, [result], self._is_given).columns()
 
-    def _columns_plan(self, columns: Columns) -> ColumnsPlan:
-        return ColumnsPlan(
-            columns.text,
-            len(columns.inputs),
-            tuple(
-                (self._constant_of(each), first, step) for each, first, step in columns.constants
-            ),
+    def _columns_plan(self, columns: Columns) -> ProgramPlan:
+        constants = (
+            self._constant_of(each)._replace(first=first, step=step)
+            for each, first, step in columns.constants
         )
+        return of_columns(columns.text, len(columns.inputs), constants)
 
     # --- the whole --------------------------------------------------------------------------------
 
@@ -644,7 +642,7 @@ class _Reader:
         known: dict[Value, Place],
         ends: dict[Value, Place],
         tokens: int = words.EVERY_TOKEN,
-    ) -> tuple[tuple[Any, ...], RowsPlan | None]:
+    ) -> tuple[tuple[Any, ...], ProgramPlan | None]:
         """Return the phases of parts, with a program before each, and the program behind them.
 
         What a part gives is read where it lies, until another part writes there. Then, and if a
@@ -770,8 +768,8 @@ class _Reader:
             self._product(self._products[each], first, columns.size)
             for each, first, _ in columns.inputs
         )
-        of_columns = words.NORMED, words.INNER, self._columns_plan(columns)
-        return ProductsPlan(products, products[0].num_inputs, *of_columns)
+        of_plan = words.NORMED, words.INNER, self._columns_plan(columns)
+        return ProductsPlan(products, products[0].num_inputs, *of_plan)
 
     def _attending(self, attended: Attended) -> list[_Part]:
         """Return the attention of a layer."""
@@ -1099,7 +1097,7 @@ def made_by(plan: CallPlan, module: nn.Module, tensors: Mapping[Any, Tensor]) ->
 
 
 def _with_program(
-    program: RowsPlan | None, plan: Any, word: int, tokens: int, is_first: bool
+    program: ProgramPlan | None, plan: Any, word: int, tokens: int, is_first: bool
 ) -> Iterator[Any]:
     """Yield the phases of a part and of the program before it.
 
@@ -1118,6 +1116,15 @@ def _with_program(
         yield plan._replace(rows=program)
     else:
         yield from (RowsStep(None, program), plan)
+
+
+def of_columns(text: str, num_inputs: int, constants: Iterable[Constant] = ()) -> ProgramPlan:
+    """Return the plan of a program of columns, which gets at most two columns and constants."""
+    given = ["given[0]", *(f"row(given[{2 + each}], given[0])" for each in range(num_inputs))]
+    places = [(each, 1) for each in constants]
+    for number, (each, _) in enumerate(places, 4):
+        given.append(f"row(given[{number}], {'given[0]' if each.step else 1})")
+    return ProgramPlan(text, (*given, "row(given[1], given[0])"), tuple(places))
 
 
 def _is_decay(value: Value) -> bool:

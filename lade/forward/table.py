@@ -19,7 +19,6 @@ from lade.forward.linear import FORMATS, is_plain
 from lade.forward.packed import PackedConv1D, PackedLinear, PackedStack, function_of, has_digits
 from lade.forward.reading import (
     CallPlan,
-    ColumnsPlan,
     Constant,
     DecoderPlan,
     ExpertsPlan,
@@ -27,8 +26,9 @@ from lade.forward.reading import (
     MixingPlan,
     Place,
     ProductsPlan,
-    RowsPlan,
+    ProgramPlan,
     RowsStep,
+    of_columns,
 )
 from lade.forward.recurrence import RecurrencePlan, added_by
 
@@ -116,7 +116,7 @@ class Weights:
                 cache = keeping.index(number - 1 if keys_of is None else keys_of)
                 seen[kind].add(cache)
                 self._add_phases(phases, kind, cache)
-                at_end = self._add_rows(layer.at_end)
+                at_end = self._add_program(layer.at_end)
                 self._rows[self._num_filled][words.AT_END] = at_end
             else:
                 self._add_phases(phases)
@@ -133,8 +133,8 @@ class Weights:
         for phase in phases:
             row, number = self._rows[self._num_filled], self._num_filled
             if type(phase) is RowsStep:
-                row[words.TOKENS], row[words.BEFORE] = phase.tokens, self._add_rows(phase.before)
-                row[words.AT_END] += self._add_rows(phase.at_end)
+                row[words.TOKENS], row[words.BEFORE] = phase.tokens, self._add_program(phase.before)
+                row[words.AT_END] += self._add_program(phase.at_end)
             elif type(phase) is ProductsPlan:
                 self._add_products(number, phase, _have_digits(phase.given, phases))
             else:
@@ -175,7 +175,7 @@ class Weights:
         row[words.NUM_PRODUCTS], row[words.TOKENS] = len(plan.products), plan.tokens
         row[words.GIVEN], row[words.NUM_GIVEN] = plan.given, plan.row
         row[words.TARGET], row[words.NUM_MADE] = plan.target, plan.num_made
-        row[words.COLUMNS] = self._add_columns(plan.columns)
+        row[words.COLUMNS] = self._add_program(plan.columns)
         for index, product in enumerate(plan.products):
             word = words.PRODUCT_SIZE * index
             self._add_matrix(number, word, product.module, product.first, by_digits=by_digits)
@@ -187,7 +187,7 @@ class Weights:
         row, (scaling, softcap, sinks) = self._rows[number], plan.settings
         row[words.ATTENDED_SIZE] = plan.attended
         row[words.SCALING], row[words.SOFTCAP] = _bits(scaling), _bits(softcap)
-        row[words.READS], row[words.HEADS] = plan.keys_of is not None, self._add_rows(plan.rows)
+        row[words.READS], row[words.HEADS] = plan.keys_of is not None, self._add_program(plan.rows)
         self._need(words.ATTENDED, plan.attended)
         if sinks is not None:
             self._add(number, words.SINKS, sinks, "sinks")
@@ -216,21 +216,22 @@ class Weights:
         self._rows.append(np.zeros(words.ROW_SIZE, np.int64))
         return len(self._rows) - self.num_phases
 
-    def _add_rows(self, plan: RowsPlan | None) -> int:
+    def _add_program(self, plan: ProgramPlan | None) -> int:
         """Add the row that describes a program; return its number, 0 for none."""
         if plan is None:
             return 0
         number, row, index = self._add_row(), self._rows[-1], len(self._rows) - 1
-        row[words.PROGRAM], (last, size) = _program_of(plan), plan.places[-1]
-        self._need(of_rows=plan.num_scratch)
+        require(len(plan.places) <= words.MOST_PLACES, "a program of rows takes too much")
+        row[words.PROGRAM] = address_of(plan.text, plan.given, plan.tables)
         row[words.NUM_PLACES] = len(plan.places)
-        row[words.NUM_DIGITS] = size if last.word in WITH_DIGITS else 0
+        self._need(of_rows=plan.num_scratch)
         for each, (place, size) in enumerate(plan.places):
             word = words.PLACES + 3 * each
             if isinstance(place, Constant):
-                row[word] = words.NOTHING
-                self._add(index, word + 1, place.module, place.name)
+                row[word], row[word + 2] = words.NOTHING, 4 * place.step
+                self._add(index, word + 1, place.module, place.name, start=4 * place.first)
                 continue
+            row[words.NUM_DIGITS] = size if place.word in WITH_DIGITS else 0  # of the last one
             self._need(place.word, place.step or size)
             step = 8 if place.word == words.POSITIONS else 4 * (place.step or size)
             row[word : word + 3] = place.word, 4 * place.first, step
@@ -256,18 +257,6 @@ class Weights:
             self.wanted.append(wanted)
         return self.wanted.index(wanted)
 
-    def _add_columns(self, plan: ColumnsPlan | None) -> int:
-        """Add the row that describes what becomes of columns; return its number, 0 for none."""
-        if plan is None:
-            return 0
-        number, row, index = self._add_row(), self._rows[-1], len(self._rows) - 1
-        row[words.PROGRAM], row[words.NUM_PLACES] = _columns_of(plan), len(plan.constants)
-        for each, (constant, first, step) in enumerate(plan.constants):
-            word = words.PLACES + 3 * each
-            self._add(index, word + 1, constant.module, constant.name, start=4 * first)
-            row[word], row[word + 2] = words.NOTHING, 4 * step
-        return number
-
     def _add_experts(self, number: int, plan: ExpertsPlan) -> None:
         row, stacks = self._rows[number], plan.stacks
         self._need(words.OF_EXPERTS, plan.num_chosen * stacks.inner)
@@ -278,7 +267,7 @@ class Weights:
         self._add_stacks(number, stacks)
         alternates = row[words.LIES] & words.ALTERNATE  # files have gate and up apart
         text = stacks.gating if alternates else stacks.gating.replace("[2 * i]", "[i]")
-        row[words.GATING] = _columns_of(ColumnsPlan(text, 2, ()))
+        row[words.GATING] = address_of(text, of_columns(text, 2).given)
 
     def _add_stacks(self, number: int, plan: StacksPlan) -> None:
         """Describe gate, up and down of all experts, each as one product."""
@@ -443,24 +432,6 @@ class Weights:
             raise ValueError("weights have no memory")
         table: NDArray[np.int64] = held.table
         return table
-
-
-def _program_of(plan: RowsPlan) -> int:
-    """Return the address of a program, compiled; it takes scratch memory, and all places."""
-    require(len(plan.places) <= words.MOST_PLACES, "a program of rows takes too much")
-    given = [f"row(given[0], {plan.num_scratch})"]
-    for number, (place, size) in enumerate(plan.places, 1):
-        is_whole = isinstance(place, Place) and place.word == words.POSITIONS
-        given.append(f"{'integers' if is_whole else 'row'}(given[{number}], {size})")
-    return address_of(plan.text, given, plan.tables)
-
-
-def _columns_of(plan: ColumnsPlan) -> int:
-    """Return the address of what is compiled for columns."""
-    given = [f"row(given[{2 + number}], given[0])" for number in range(plan.num_inputs)]
-    for number, (*_, step) in enumerate(plan.constants, 4):
-        given.append(f"row(given[{number}], {'given[0]' if step else 1})")
-    return address_of(plan.text, ["given[0]", *given, "row(given[1], given[0])"])
 
 
 def _have_digits(word: int, phases: Iterable[Any]) -> bool:
