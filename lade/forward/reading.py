@@ -22,7 +22,7 @@ from lade.compat.attempts import Attempt
 from lade.errors import UnsupportedModelError
 from lade.forward import words
 from lade.forward.comparing import UnsupportedForwardError, convolved, is_near, require
-from lade.forward.experts import StacksPlan, experts_in, read_experts
+from lade.forward.experts import experts_in, read_experts
 from lade.forward.packed import PackedLinear
 from lade.forward.programs import Columns, TokenRows, Writer, slice_of
 from lade.forward.recurrence import RecurrencePlan, read_recurrence
@@ -124,50 +124,25 @@ class ProductsPlan(NamedTuple):
         return self.products[0].num if self.columns else sum(x.num for x in self.products)
 
 
-class HeadsPlan(NamedTuple):
-    """The heads of a layer's attention."""
-
-    num: int
-    num_keys: int
-    size: int  # of queries and keys
-    size_of_value: int
-    more: int = 0  # further numbers of keys, in the place of values, which then are the keys
-
-
-class ExpertsPlan(NamedTuple):
-    """The experts of a layer, once each token has chosen some."""
-
-    stacks: StacksPlan
-    num: int
-    num_chosen: int  # of a token
-
-
-class LatentsPlan(NamedTuple):
-    """How keys and values of all heads are made of a token's latent."""
-
-    expand: ProductPlan
-    straight: int  # numbers of a head's key that have no angles; all others are of all heads
-    turned: int  # the others
-    value: int  # numbers of a value
-
-
 class MixingPlan(NamedTuple):
     """Phases of a job that mix tokens: attention, or a layer's convolution or recurrence."""
 
-    attended: int  # numbers of a token behind it
-    rows: ProgramPlan | None = None  # makes heads, and what is cached
-    heads: HeadsPlan | None = None  # of attention
-    settings: tuple[float, float, nn.Module | None] = (1.0, 0.0, None)  # scaling, softcap, sinks
+    runs: tuple[tuple[str, int], ...]  # of each phase: what runs it, and its number there
+    numbers: tuple[tuple[int, ...], ...]  # a word of its row, and the numbers from there on
+    weights: tuple[tuple[int, Constant], ...]  # a word of its row, and what has its address there
+    sizes: tuple[tuple[str, int], ...]  # arguments of `scratch_size`
+    added: tuple[tuple[int, ...], ...]  # shapes of what a token adds to the cache
+    at_once: int = 1  # numbers of results that are written together, maybe with digits
+    rows: ProgramPlan | None = None  # of attention: makes heads, and what is cached
     keys_of: int | None = None  # number of the layer whose keys and values it reads
-    latents: LatentsPlan | None = None
-    convolution: nn.Conv1d | None = None  # alone, or before a recurrence
+    expand: ProductPlan | None = None  # what makes keys and values of latents
     recurrence: RecurrencePlan | None = None
 
 
 class LayerPlan(NamedTuple):
     """A decoder layer."""
 
-    phases: tuple[Any, ...]  # RowsStep, ProductsPlan, MixingPlan, ExpertsPlan
+    phases: tuple[Any, ...]  # RowsStep, ProductsPlan, MixingPlan, `experts.ExpertsPlan`
     at_end: ProgramPlan | None
 
     @property
@@ -785,13 +760,37 @@ class _Reader:
         require(is_of_heads, "attention gets tokens in another order")
         if not is_shared:
             self._require_cached(attended.module, key.tensor, value.tensor)
-        plan = MixingPlan(
-            num * of_value,
-            heads=HeadsPlan(num, num_keys, size, of_value),
-            settings=_settings_of(attended, self._implementation),
-            keys_of=keys_of if is_shared else None,
+        given = self._side_by_side(words.QUERIES, wanted)
+        plan = self._attention(attended, given, num * of_value, num, num_keys, size, of_value)
+        if is_shared:
+            plan = plan._replace(keys_of=keys_of, numbers=(*plan.numbers, (words.READS, 1)))
+        return self._mixing(given, result, plan)
+
+    def _attention(
+        self, attended: Attended, given: dict[Value, Place], size: int, *heads: int
+    ) -> MixingPlan:
+        """Return the plan of an attention.
+
+        Args:
+            attended: its settings.
+            given: where queries lie, then what is cached.
+            size: numbers of a token behind it.
+            heads: how many there are, of queries and of keys; numbers of a key and of a value;
+                further numbers of keys, in the place of values, which then are the keys.
+        """
+        _, num_keys, of_key, of_value, more = (*heads, 0)[:5]
+        scaling, softcap, sinks = _settings_of(attended, self._implementation)
+        first, second, *_ = [*given.values()] * 2
+        of_scores = (np.float32(x).view(np.int32).item() for x in (scaling, softcap))
+        of_rows = words.NUM_QUERIES, second.first, size, first.step, *of_scores
+        return MixingPlan(
+            (("attention", 0), ("attention", 1)),
+            (of_rows, (words.NUM_HEADS, *heads)),
+            () if sinks is None else ((words.SINKS, Constant(sinks, "sinks")),),
+            (("head_size", max(of_key + more, of_value)),),
+            tuple((1, num_keys, 1, each) for each in (of_key, more or of_value)),
+            of_value,
         )
-        return self._mixing(self._side_by_side(words.QUERIES, wanted), result, plan)
 
     def _mixing(self, given: dict[Value, Place], result: Value, plan: MixingPlan) -> list[_Part]:
         """Return what mixes tokens, behind the products that it needs, or that join its result."""
@@ -835,7 +834,7 @@ class _Reader:
         asked = ProductPlan(router, 0, num, hidden), *map(self._product, gates.values())
         scoring = ProductsPlan(asked, hidden, words.NORMED, words.SCORES)
         routed = [each.tensor for each in (states, *chosen, shares)]
-        experts = ExpertsPlan(read_experts(module, call, *routed), num, shares.shape[-1])
+        experts = read_experts(module, call, *routed, num=num)
         results = {chosen[0]: Place(words.CHOSEN), shares: Place(words.SHARES)}
         outs = self._side_by_side(words.SCORES, [scores, *gates])
         return [
@@ -887,16 +886,19 @@ class _Reader:
         require(is_shared, "the ends of its keys are not those of all heads")
         self._require_cached(attended.module, latent.tensor, key.tensor[0, 0, :, straight:])
         rank = latent.shape[-1]
-        plan = MixingPlan(
-            num_heads * num_value,
-            heads=HeadsPlan(num_heads, 1, rank, rank, turned),
-            settings=_settings_of(attended, self._implementation),
-            latents=LatentsPlan(self._product(expand), straight, turned, num_value),
-        )
         # Queries for latents come first, which are made of these.
         sizes = {query: num_heads * size, latent: rank, shared: turned}
         *firsts, step = accumulate(sizes.values(), initial=num_heads * (rank + turned))
         given = {x: Place(words.QUERIES, at, step) for x, at in zip(sizes, firsts, strict=True)}
+        sizes_of_heads = num_heads, 1, rank, rank, turned
+        plan = self._attention(attended, given, num_heads * num_value, *sizes_of_heads)
+        plan = plan._replace(
+            runs=tuple((name, each) for each in range(2) for name in ("attention", "latents")),
+            numbers=(*plan.numbers, (words.STRAIGHT, straight, turned, num_value)),
+            sizes=(*plan.sizes, ("of_latents", rank + num_value)),
+            at_once=1,
+            expand=self._product(expand),
+        )
         return self._mixing(given, result, plan)
 
     def _require_cached(self, module: Any, *cached: Tensor) -> None:
@@ -933,18 +935,27 @@ class _Reader:
         ]
         require(len(made) == 1, reason)
         given: Value = made[0].node.ins[0]  # type: ignore[union-attr]
+        (taps,) = convolution.kernel_size
+        named = (words.CONVOLUTION, "weight"), (words.CONVOLUTION_BIAS, "bias")
+        plan = MixingPlan(
+            (("convolution", 0),),
+            ((words.ATTENDED_SIZE, channels), (words.TAPS, taps)),
+            tuple((word, Constant(convolution, name)) for word, name in named),
+            (("taps", taps),),
+            ((1, 1, 1, channels),),
+            channels,
+        )
         if self._parents[convolution]._parameters:
-            return self._recurrent(convolution, given, called)
+            return self._recurrent(plan, convolution, given, called)
         made += [x for x in self._trace.made_by("slice") if x.node.ins[0] is made[0]]  # type: ignore[union-attr]
         result = next((each for each in made if each.shape == given.shape), made[0])
         wanted = convolved(convolution, given.tensor[0].T)
         require(is_near(result.tensor[0].T.contiguous(), wanted), reason)
         self._rows.give(result, 2)
-        plan = MixingPlan(channels, convolution=convolution)
         return self._mixing({given: Place(words.QUERIES)}, result, plan)
 
     def _recurrent(
-        self, convolution: nn.Conv1d, given: Value, called: Sequence[nn.Module]
+        self, plan: MixingPlan, convolution: nn.Conv1d, given: Value, called: Sequence[nn.Module]
     ) -> list[_Part]:
         """Return the recurrence of a layer: products, a convolution, a state, a gated norm."""
         module: Any = self._parents[convolution]
@@ -977,8 +988,18 @@ class _Reader:
         names = [name for name in own if name not in used]
         numbers = [x.tensor[0].T if x is given else x.tensor[0] for x in pairs]
         found = read_recurrence(module, convolution, numbers, result.tensor, names)
-        size = result.tensor.numel() // len(numbers[1])
-        plan = MixingPlan(size, convolution=convolution, recurrence=found)
+        of_heads = words.KEY_HEADS, *found.heads, *found.channels, int(found.is_delta)
+        size = words.ATTENDED_SIZE, result.tensor.numel() // len(numbers[1])
+        skips = () if found.skips is None else ((words.SKIPS, Constant(*found.skips)),)
+        (taps,) = convolution.kernel_size
+        plan = plan._replace(
+            runs=(("recurrence", 0), ("recurrence", 1)),
+            numbers=(*plan.numbers, size, of_heads, (words.GIVEN_SIZE, found.row)),
+            weights=(*plan.weights, *skips),
+            sizes=(*plan.sizes, ("of_recurrence", found.num_scratch(taps))),
+            at_once=1,
+            recurrence=found,
+        )
         return self._mixing(pairs, result, plan)
 
     # --- modules ----------------------------------------------------------------------------------
@@ -1112,7 +1133,7 @@ def _with_program(
         if program is not None:
             yield RowsStep(program, tokens=tokens if is_first else _LATER.get(tokens, tokens))
         yield plan._replace(given=word, tokens=tokens)
-    elif type(plan) is MixingPlan and plan.heads is not None:
+    elif type(plan) is MixingPlan and plan.runs[0] == ("attention", 0):
         yield plan._replace(rows=program)
     else:
         yield from (RowsStep(None, program), plan)

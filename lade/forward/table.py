@@ -14,15 +14,13 @@ from transformers.pytorch_utils import Conv1D
 from lade.forward import _latents, _recurrence, words
 from lade.forward._rows import address_of
 from lade.forward.comparing import UnsupportedForwardError, require
-from lade.forward.experts import PARTS, STACKS, StacksPlan
+from lade.forward.experts import PARTS, STACKS, ExpertsPlan
 from lade.forward.linear import FORMATS, is_plain
 from lade.forward.packed import PackedConv1D, PackedLinear, PackedStack, function_of, has_digits
 from lade.forward.reading import (
     CallPlan,
     Constant,
     DecoderPlan,
-    ExpertsPlan,
-    LatentsPlan,
     MixingPlan,
     Place,
     ProductsPlan,
@@ -30,7 +28,7 @@ from lade.forward.reading import (
     RowsStep,
     of_columns,
 )
-from lade.forward.recurrence import RecurrencePlan, added_by
+from lade.forward.recurrence import added_by
 
 _PACKED = "its weights are packed in a format that jobs do not read"
 _UNEVEN = "its columns are no whole number of vectors"
@@ -153,15 +151,13 @@ class Weights:
             return [(self._compiled.run_experts, step) for step in range(3)]
         if type(phase) is not MixingPlan:
             return [(None, 0)]  # compiled with all jobs
-        if phase.recurrence is not None:
-            return [(_recurrence.run_recurrence, step) for step in range(2)]
-        if phase.convolution is not None:
-            return [(self._compiled.run_convolution, 0)]
-        runs = [(self._compiled.run_attention, step) for step in range(2)]
-        if phase.latents is None:
-            return runs
-        latents = [(_latents.run_latents, step) for step in range(2)]
-        return [each for pair in zip(runs, latents, strict=True) for each in pair]
+        of_names = {
+            "attention": self._compiled.run_attention,
+            "convolution": self._compiled.run_convolution,
+            "latents": _latents.run_latents,
+            "recurrence": _recurrence.run_recurrence,
+        }
+        return [(of_names[name], step) for name, step in phase.runs]
 
     def _need(self, word: int = words.NOTHING, num: int = 0, **sizes: int) -> None:
         """Note how many numbers of a token lie at a word, and other sizes."""
@@ -184,32 +180,23 @@ class Weights:
         self._need(plan.target, plan.num_made)
 
     def _add_mixing(self, number: int, plan: MixingPlan) -> None:
-        row, (scaling, softcap, sinks) = self._rows[number], plan.settings
-        row[words.ATTENDED_SIZE] = plan.attended
-        row[words.SCALING], row[words.SOFTCAP] = _bits(scaling), _bits(softcap)
-        row[words.READS], row[words.HEADS] = plan.keys_of is not None, self._add_program(plan.rows)
-        self._need(words.ATTENDED, plan.attended)
-        if sinks is not None:
-            self._add(number, words.SINKS, sinks, "sinks")
-        if plan.heads is not None and plan.rows is not None:
-            row[words.NUM_HEADS : words.READS] = plan.heads
-            made = [x for x, _ in plan.rows.places if getattr(x, "word", None) == words.QUERIES]
-            row[words.QUERIES_SIZE] = made[0].step
-            row[words.NUM_QUERIES] = made[1 % len(made)].first  # of new keys, if it makes some
-            _, _, of_key, of_value, more = plan.heads
-            is_whole = all(x % self._compiled.LANES == 0 for x in (of_key, of_value))
-            require(is_whole, "its heads are no whole number of vectors")
-            self._need(head_size=max(of_key + more, of_value))
-        if plan.convolution is not None:
-            row[words.TAPS] = taps = plan.convolution.kernel_size[0]
-            self._need(words.QUERIES, plan.convolution.out_channels, taps=taps)
-            self._add(number, words.CONVOLUTION, plan.convolution, "weight")
-            self._add(number, words.CONVOLUTION_BIAS, plan.convolution, "bias")
-        if plan.recurrence is not None:
-            self._need(of_recurrence=plan.recurrence.num_scratch(taps))
-            self._add_recurrence(number, plan.recurrence)
-        if plan.latents is not None:
-            self._add_latents(number, plan.latents)
+        row = self._rows[number]
+        for word, *numbers in plan.numbers:
+            row[word : word + len(numbers)] = numbers
+        row[words.HEADS] = self._add_program(plan.rows)
+        of_heads = row[words.HEAD_SIZE : words.MORE_SIZE]  # of keys and of values
+        is_whole = not (of_heads % self._compiled.LANES).any()
+        require(is_whole, "its heads are no whole number of vectors")
+        self._need(words.ATTENDED, int(row[words.ATTENDED_SIZE]), **dict(plan.sizes))
+        self._need(words.QUERIES, plan.added[0][-1])  # of a recurrence: no more than its inputs
+        for word, each in plan.weights:
+            self._add(number, word, each.module, each.name)
+        if plan.expand is not None:
+            expand = plan.expand.module
+            self._add_matrix(number, words.EXPAND, expand)
+            dtype: Any = expand._parameters["weight"].dtype  # type: ignore[union-attr]
+            require(dtype in FORMATS, "what latents are expanded by is in blocks")
+            row[words.OF_EXPAND] = FORMATS[dtype]
 
     def _add_row(self) -> int:
         """Add a row to the table; return its number among those behind the layers, from 1 on."""
@@ -258,20 +245,13 @@ class Weights:
         return self.wanted.index(wanted)
 
     def _add_experts(self, number: int, plan: ExpertsPlan) -> None:
-        row, stacks = self._rows[number], plan.stacks
-        self._need(words.OF_EXPERTS, plan.num_chosen * stacks.inner)
+        """Describe gate, up and down of all experts, each as one product."""
+        module, inner, row = plan.module, plan.inner, self._rows[number]
+        self._need(words.OF_EXPERTS, plan.num_chosen * inner)
         self._need(words.RESULT, self.sizes["hidden"])
         self._need(words.GROUPS, 4 * plan.num_chosen + 2 * plan.num + 6)
         self._need(num_experts=plan.num, num_chosen=plan.num_chosen)
-        row[words.NUM_EXPERTS : words.GATE_UP_BIAS] = plan.num, plan.num_chosen, stacks.inner
-        self._add_stacks(number, stacks)
-        alternates = row[words.LIES] & words.ALTERNATE  # files have gate and up apart
-        text = stacks.gating if alternates else stacks.gating.replace("[2 * i]", "[i]")
-        row[words.GATING] = address_of(text, of_columns(text, 2).given)
-
-    def _add_stacks(self, number: int, plan: StacksPlan) -> None:
-        """Describe gate, up and down of all experts, each as one product."""
-        module, inner, row = plan.module, plan.inner, self._rows[number]
+        row[words.NUM_EXPERTS : words.GATE_UP_BIAS] = plan.num, plan.num_chosen, inner
         names: tuple[str, ...] = STACKS[:2]
         biases, formats = STACKS[2:], list[int | None]((None, None))
         stacks: list[Any] = [vars(module).get(name) for name in names]
@@ -282,6 +262,9 @@ class Weights:
             names, formats, row[words.LIES] = (names[0], *names), [formats[0], *formats], plan.lies
         else:  # as files have them, whatever the module wants
             inner, biases = 0, (PARTS[3], STACKS[3])
+        alternates = row[words.LIES] & words.ALTERNATE
+        text = plan.gating if alternates else plan.gating.replace("[2 * i]", "[i]")
+        row[words.GATING] = address_of(text, of_columns(text, 2).given)
         of_words = words.EXPERT_GATE, words.EXPERT_UP, words.EXPERT_DOWN
         of_biases = words.GATE_UP_BIAS, words.EXPERT_DOWN + words.BIAS
         across = bool(row[words.LIES] & words.LIE_ACROSS)
@@ -294,22 +277,6 @@ class Weights:
             self._add_weight(number, word, module, name, format_, across, first, by_digits=each)
         for word, name in zip(of_biases, biases, strict=True):
             self._add(number, word, module, name)
-
-    def _add_recurrence(self, number: int, plan: RecurrencePlan) -> None:
-        row = self._rows[number]
-        row[words.KEY_HEADS : words.CHANNELS] = plan.heads
-        row[words.CHANNELS : words.IS_DELTA] = plan.channels
-        row[words.IS_DELTA], row[words.GIVEN_SIZE] = plan.is_delta, plan.row
-        if plan.skips is not None:
-            self._add(number, words.SKIPS, *plan.skips)
-
-    def _add_latents(self, number: int, plan: LatentsPlan) -> None:
-        row, expand = self._rows[number], plan.expand.module
-        self._add_matrix(number, words.EXPAND, expand)
-        dtype: Any = expand._parameters["weight"].dtype  # type: ignore[union-attr]
-        require(dtype in FORMATS, "what latents are expanded by is in blocks")
-        row[words.STRAIGHT : words.OF_EXPAND + 1] = *plan[1:], FORMATS[dtype]
-        self._need(of_latents=plan.expand.num_inputs + plan.value)
 
     def _add_matrix(
         self, number: int, word: int, module: Any, column: int = 0, *, by_digits: bool = False
@@ -439,22 +406,10 @@ def _have_digits(word: int, phases: Iterable[Any]) -> bool:
     mixing = next((each for each in phases if type(each) is MixingPlan), None)
     if word != words.ATTENDED or mixing is None:
         return word in WITH_DIGITS
-    if mixing.recurrence is not None or mixing.latents is not None:
-        return False
-    return mixing.heads is None or mixing.heads.size_of_value % words.DIGITS_BLOCK == 0
+    return mixing.at_once % words.DIGITS_BLOCK == 0
 
 
 def added_in(plan: MixingPlan) -> tuple[Any, ...]:
     """Return what a token adds to the cache of a layer, see `TreeCache.slot_addresses`."""
-    if plan.convolution is None:
-        assert plan.heads is not None
-        _, num, of_key, of_value, more = plan.heads
-        shapes = [(1, num, 1, size) for size in (of_key, more or of_value)]
-        return tuple(torch.empty(each, dtype=torch.float32, device="cpu") for each in shapes)
-    num = plan.convolution.out_channels
-    inputs = torch.empty((1, 1, 1, num), dtype=torch.float32, device="cpu")
-    return (inputs,) if plan.recurrence is None else (inputs, *added_by(plan.recurrence))
-
-
-def _bits(number: float) -> int:
-    return int(np.float32(number).view(np.int32))
+    made = (torch.empty(each, dtype=torch.float32, device="cpu") for each in plan.added)
+    return (*made,) if plan.recurrence is None else (*made, *added_by(plan.recurrence))
