@@ -49,7 +49,6 @@ _HONOURED = {
 _LINEARS = (nn.Linear, PackedLinear)
 _TOLD = {bool, int, float, str, type(None), torch.dtype, torch.device}  # compared as they print
 _LOOKUPS = "embedding", "index", "index_select"
-_LATER = {words.KEPT_TOKENS: words.KEPT_ROWS}  # tokens of programs behind products of some
 
 
 class ProductPlan(NamedTuple):
@@ -481,16 +480,22 @@ class _Reader:
         is_in_order = self._rows.layout(value) is self._rows.of_tokens(value.shape, 1)
         require(is_in_order, "tokens are in another order than in the text")
 
-    def _before_head(self, head: nn.Module, states: Value) -> tuple[Any, ...]:
-        """Return the phases between the last states and the head: rows, maybe products."""
-        given, known = self._value_given(head), {states: Place(words.STATES)}
+    def _phases_to(
+        self, results: dict[Value, Place], known: dict[Value, Place]
+    ) -> tuple[tuple[Any, ...], ProgramPlan | None]:
+        """Return phases outside layers that make some values; see `_chained`."""
         self._now, self._left = known, self._products
+        return self._chained([*self._in_products(self._needed(results))], known, results)
+
+    def _before_head(self, head: nn.Module, states: Value) -> Iterator[Any]:
+        """Yield the phases between the last states and the head: rows, maybe products."""
+        given = self._value_given(head)
         self._require_in_order(given)
-        parts = [*self._in_products(self._needed([given]))]
         ends = {given: Place(words.NORMED)}
-        phases, program = self._chained(parts, known, ends, words.KEPT_TOKENS)
-        tokens = words.KEPT_ROWS if parts else words.KEPT_TOKENS
-        return *phases, RowsStep(program, tokens=tokens)
+        phases, program = self._phases_to(ends, {states: Place(words.STATES)})
+        for number, phase in enumerate((*phases, RowsStep(program))):
+            is_later = number > 0 and type(phase) is RowsStep
+            yield phase._replace(tokens=words.KEPT_ROWS if is_later else words.KEPT_TOKENS)
 
     def _of_head(self, head: nn.Module) -> ProductsPlan:
         made, logits = self._value_made(head), self._trace.value(self._logits)
@@ -505,9 +510,7 @@ class _Reader:
 
     def _embedding(self, states: Value) -> tuple[Any, ...]:
         """Return the phases that make the first states of tokens and positions."""
-        self._now, self._left = {}, self._products
-        parts = [*self._in_products(self._needed([states]))]
-        phases, program = self._chained(parts, {}, {states: Place(words.STATES)})
+        phases, program = self._phases_to({states: Place(words.STATES)}, {})
         phases = *phases, RowsStep(program)
         given = [(*each.args, *each.kwargs.values()) for each in _calls_of(phases)]
         is_known = any(words.TOKENS_GIVEN in each for each in given)
@@ -526,16 +529,13 @@ class _Reader:
         if any(len(each) != 2 for each in given):  # states come first
             return ()
         results = [each[1] for each in given]
-        self._now = known = {states: Place(words.STATES)}
-        self._left = self._products
         with suppress(UnsupportedForwardError):
-            made = self._needed(results)
             size = self._rows.layout(results[0]).size
             ends = [Place(words.INPUTS, size * i, size * len(results)) for i in range(len(results))]
             pairs = [*zip(results, ends, strict=True)]
-            phases, rows = self._chained([*self._in_products(made)], known, dict(pairs))
-            self._given = dict(zip(modules, pairs, strict=True)) if made else {}
-            return (*phases, RowsStep(None, rows)) if made else ()
+            phases, rows = self._phases_to(dict(pairs), {states: Place(words.STATES)})
+            self._given = dict(zip(modules, pairs, strict=True)) if phases else {}
+            return (*phases, RowsStep(None, rows)) if phases else ()
         return ()
 
     # --- a layer ----------------------------------------------------------------------------------
@@ -616,7 +616,6 @@ class _Reader:
         parts: Sequence[_Part],
         known: dict[Value, Place],
         ends: dict[Value, Place],
-        tokens: int = words.EVERY_TOKEN,
     ) -> tuple[tuple[Any, ...], ProgramPlan | None]:
         """Return the phases of parts, with a program before each, and the program behind them.
 
@@ -627,7 +626,6 @@ class _Reader:
             parts: in their order.
             known: what lies there all the time.
             ends: what the last program writes.
-            tokens: for which the first program runs.
         """
         wanted, reads, lying = list[dict[Value, Place]](), list[int](), dict[int, Value]()
         for given, outs, plan in parts:
@@ -669,8 +667,7 @@ class _Reader:
             results += places.items()
             program = self._program(results, now) if results else None
             if number < len(parts):
-                plan, is_first = parts[number].plan, number == 0
-                phases += _with_program(program, plan, reads[number], tokens, is_first)
+                phases += _with_program(program, parts[number].plan, reads[number])
                 readable |= parts[number].outs
         return tuple(phases), program
 
@@ -1117,22 +1114,12 @@ def made_by(plan: CallPlan, module: nn.Module, tensors: Mapping[Any, Tensor]) ->
     return tensors_of(module(*args, **kwargs))
 
 
-def _with_program(
-    program: ProgramPlan | None, plan: Any, word: int, tokens: int, is_first: bool
-) -> Iterator[Any]:
-    """Yield the phases of a part and of the program before it.
-
-    Args:
-        program: None for none.
-        plan: of the part.
-        word: where products read.
-        tokens: for which they run.
-        is_first: whether no products precede the program.
-    """
+def _with_program(program: ProgramPlan | None, plan: Any, word: int) -> Iterator[Any]:
+    """Yield the phases of a part, whose products read at a word, and of the program before it."""
     if type(plan) is ProductsPlan:
         if program is not None:
-            yield RowsStep(program, tokens=tokens if is_first else _LATER.get(tokens, tokens))
-        yield plan._replace(given=word, tokens=tokens)
+            yield RowsStep(program)
+        yield plan._replace(given=word)
     elif type(plan) is MixingPlan and plan.runs[0] == ("attention", 0):
         yield plan._replace(rows=program)
     else:

@@ -89,7 +89,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _keep(self, value: Value) -> Value:
         self.seen.append(value)
         self._values[id(value.tensor)] = value
-        of_memory = self._sharing.setdefault(_memory_of(value.tensor), {})
+        of_memory = self._sharing.setdefault(memory_of(value.tensor), {})
         of_memory[id(value.tensor)] = value.tensor
         return value
 
@@ -110,7 +110,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node.outs = values
         if func._schema.is_mutable:
             for value in values:
-                for each in [*self._sharing[_memory_of(value.tensor)].values()]:
+                for each in [*self._sharing[memory_of(value.tensor)].values()]:
                     if each is not value.tensor:
                         self._keep(Value(each, Node(None, (self.value(each), value), {})))
         return out
@@ -169,5 +169,6 @@ _DECOMPOSED: dict[Any, Any] = {
 _PRODUCT = torch.ops.aten.mul.Tensor
 
 
-def _memory_of(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory, which others may share."""
     return tensor.untyped_storage().data_ptr()

@@ -29,7 +29,7 @@ from lade.compat.attempts import Attempt
 from lade.compat.view import HOOKED, apart, with_attention, with_eager_experts, wraps_own_forward
 from lade.forward.comparing import UnsupportedForwardError, require
 from lade.forward.packed import PackedConv1D, PackedEmbedding, PackedLinear, PackedStack
-from lade.forward.trace import Trace, Value
+from lade.forward.trace import Trace, Value, memory_of
 from lade.forward.written import Attended, written_in
 from lade.machine.generators import are_random_states, put_back, random_states
 from lade.targets.masks import FULL, AttentionSpan
@@ -256,11 +256,11 @@ def _spans_of(
     The functions that made its masks are asked. A window may be of thousands of tokens, more than
     a forward of a check can have.
     """
-    made = {_memory_of(mask): sees for mask, sees in masks}
+    made = {memory_of(mask): sees for mask, sees in masks}
     known: dict[Any, AttentionSpan] = {}
     found = []
     for each in attended:
-        sees = None if each.mask is None else made.get(_memory_of(each.mask))
+        sees = None if each.mask is None else made.get(memory_of(each.mask))
         require(each.mask is None or sees is not None, "its masks are made in another way")
         if sees is None:
             found.append(FULL)
@@ -270,10 +270,6 @@ def _spans_of(
                 known[sees] = _span_of(sees, numbers)
         found.append(known[sees])
     return found
-
-
-def _memory_of(mask: Tensor) -> int:
-    return mask.untyped_storage().data_ptr()
 
 
 class _Beyond(TorchFunctionMode):

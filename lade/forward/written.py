@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lade.forward.comparing import UnsupportedForwardError, require
 from lade.forward.operators import MOVES
-from lade.forward.trace import Trace, Value
+from lade.forward.trace import Trace, Value, memory_of
 
 _PRODUCTS = "bmm", "baddbmm"
 _HIDDEN = -1e30  # a score of at most this has no weight
@@ -41,7 +41,7 @@ def written_in(trace: Trace, masks: Sequence[Tensor]) -> Iterator[Attended]:
     Raises:
         UnsupportedForwardError: an attention does more than multiply scores and mask them.
     """
-    memory = {mask.untyped_storage().data_ptr(): mask for mask in masks}
+    memory = {memory_of(mask): mask for mask in masks}
     for out in trace.made_by("bmm"):
         node: Any = out.node
         weights, values = node.ins
@@ -152,7 +152,7 @@ def _mask_of(value: Value, memory: dict[int, Tensor]) -> Tensor | None:
     """Return the mask that a value shows as it is, if transformers made it."""
     while value.node is not None and value.node.name in MOVES:
         value = value.node.ins[0]
-    return memory.get(value.tensor.untyped_storage().data_ptr())
+    return memory.get(memory_of(value.tensor))
 
 
 def _of_heads(value: Value, wanted: Tensor) -> Value:
