@@ -465,15 +465,11 @@ class _Reader:
         head: Any = self._view.get_output_embeddings()
         require(type(head) in _LINEARS and head in self._calls, "its head is not a linear layer")
         last = *self._before_head(head, states), self._of_head(head)
-        spans, kinds = self._spans, self._span_by(modules)
-        reach = min(each.num_slots or math.inf for each in spans)
+        span_of = dict(zip(by_layer, self._spans, strict=True))
+        reach = min(each.num_slots or math.inf for each in self._spans)
+        kinds = tuple(map(span_of.get, modules))
         of_layers = kinds, ahead, tuple(layers), last, head, modules, self._counts
         return DecoderPlan(states.shape[-1], reach, (), *of_layers)
-
-    def _span_by(self, modules: Sequence[nn.Module]) -> tuple[AttentionSpan | None, ...]:
-        pairs = zip(self._attended, self._spans, strict=True)
-        span_of = {self._layer_of(each.module): span for each, span in pairs}
-        return tuple(map(span_of.get, modules))
 
     def _require_in_order(self, value: Value) -> None:
         """Refuse a value that has its tokens elsewhere than along its second axis."""
