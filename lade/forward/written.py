@@ -92,28 +92,30 @@ def _read(scores: Value, values: Value, out: Value, memory: dict[int, Tensor]) -
     return *of_heads, out, found[0], settings
 
 
+def _sources(value: Value) -> Iterator[Value]:
+    """Yield a value, what it is a move of, what that is a move of, and so on."""
+    yield value
+    while value.node is not None and value.node.name in MOVES:
+        value = value.node.ins[0]
+        yield value
+
+
 def _before(value: Value) -> Value:
     """Return what a value has all numbers of, in their order."""
-    node = value.node
-    while node is not None and node.name in MOVES:
-        given = node.ins[0]
+    for given in _sources(value):
         is_kept = given.tensor.dtype == value.tensor.dtype and given.tensor.is_contiguous()
         same = math.prod(given.shape) == math.prod(value.shape) and value.tensor.is_contiguous()
         if not (is_kept and same and given.shape[-2:] == value.shape[-2:]):
             break
-        value, node = given, given.node
+        value = given
     return value
 
 
 def _number(value: Any) -> float | None:
     """Return a number, or the one that all numbers of a value are; None for several."""
-    while type(value) is Value:
-        if value.number is not None:
-            return value.number
-        if value.node is None or value.node.name not in MOVES:
-            return None
-        value = value.node.ins[0]
-    return float(value)
+    if type(value) is not Value:
+        return float(value)
+    return next((x.number for x in _sources(value) if x.number is not None), None)
 
 
 def _before_softmax(value: Value) -> Value | None:
@@ -150,23 +152,19 @@ def _is_of_product(value: Value) -> bool:
 
 def _mask_of(value: Value, memory: dict[int, Tensor]) -> Tensor | None:
     """Return the mask that a value shows as it is, if transformers made it."""
-    while value.node is not None and value.node.name in MOVES:
-        value = value.node.ins[0]
-    return memory.get(memory_of(value.tensor))
+    *_, first = _sources(value)
+    return memory.get(memory_of(first.tensor))
 
 
 def _of_heads(value: Value, wanted: Tensor) -> Value:
     """Return the value [1, heads, tokens, size] whose numbers, or copies, a product gets."""
-    each, found = value, None
-    while True:
+    found = None
+    for each in _sources(value):
         shape = each.tensor.shape
         if len(shape) == 4 and shape[0] == 1 and shape[2:] == wanted.shape[1:]:
             times = len(wanted) // shape[1]
             if torch.equal(each.tensor[0].repeat_interleave(times, dim=0), wanted):
                 found = each
-        if each.node is None or each.node.name not in MOVES:
-            break
-        each = each.node.ins[0]
     if found is None:
         raise UnsupportedForwardError("its heads are not the first axis of what it multiplies")
     return found
