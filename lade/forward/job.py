@@ -289,7 +289,7 @@ class FusedForwards:
         if not is_known:
             raise ValueError(f"states of a layer have become {states.dtype} {[*states.shape]}")
         if number == last:
-            return self._product(states, self._weights.head())
+            return self._product(states, request.model.get_submodule(self._names[0]))
         if number > 0 and not hooked[number] and not hooked[number - 1]:
             return states  # it has run together with an earlier layer
         wide = states[0].clone(memory_format=torch.contiguous_format)
@@ -305,7 +305,7 @@ class FusedForwards:
             self._run_piece(piece, wide, table, phases)
         return wide[None]
 
-    def _product(self, states: Tensor, linear: nn.Linear) -> Tensor:
+    def _product(self, states: Tensor, linear: Any) -> Tensor:
         if type(linear) is PackedLinear:
             return linear.forward(states)
         if not is_plain(linear.weight, torch.float32):

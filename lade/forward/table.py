@@ -63,7 +63,6 @@ class Weights:
     """A plan as the rows of a job, with addresses of weights, looked up anew for each forward.
 
     Attributes:
-        head: a weak reference to the module that makes logits of states.
         num_phases: number of all phases.
         starts: the first phase of each layer, and of what follows.
         of_kind: numbers of the caches that each kind of mask is for.
@@ -89,7 +88,6 @@ class Weights:
         self.sizes = {"hidden": plan.hidden, "num_chosen": 0}
         ids = torch.tensor(plan.replaced, dtype=torch.int64, device="cpu")
         self._replaced = ids.unbind(1) if plan.replaced else None
-        self.head: Callable[[], Any] = weakref.ref(plan.head)
         lists = [plan.ahead, *(layer.phases for layer in plan.layers), plan.last]
         self.num_phases = sum(len(self._runs_of(each)) for phases in lists for each in phases)
         # Behind phases: what describes programs, and what mixes tokens.
