@@ -70,6 +70,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen: list[Value] = []
         self.asked: list[Value] = []  # values whose numbers Python asked for
         self.inside: list[Any] = []  # modules whose forward runs, the innermost last
+        self.softmaxes: dict[Value, Value] = {}  # along the last axis: of each result, the input
 
     def value(self, tensor: Tensor) -> Value:
         """Return what a tensor now is; a value of no node for one that no operator made."""
@@ -84,7 +85,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Drop all values, and what they were made of."""
         for each in self.seen:
             del each.tensor, each.node
-        self._values, self._sharing, self.seen, self.asked = {}, {}, [], []
+        self._values, self._sharing, self.seen, self.asked, self.softmaxes = {}, {}, [], [], {}
 
     def _keep(self, value: Value) -> Value:
         self.seen.append(value)
@@ -99,7 +100,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func in _DECOMPOSED or (func is _PRODUCT and _are_complex(*args)):
             with self:
-                return _DECOMPOSED.get(func, _product_of_complex)(*args, **kwargs)
+                out = _DECOMPOSED.get(func, _product_of_complex)(*args, **kwargs)
+            if func is torch.ops.aten._softmax.default and args[1] in (-1, args[0].dim() - 1):
+                self.softmaxes[self.value(out)] = self.value(args[0])
+            return out
         values_of = {name: self._given(each) for name, each in kwargs.items()}
         node = Node(func, self._given(args), values_of)
         node.module = self.inside[-1] if self.inside else None

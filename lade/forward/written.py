@@ -45,7 +45,7 @@ def written_in(trace: Trace, masks: Sequence[Tensor]) -> Iterator[Attended]:
     for out in trace.made_by("bmm"):
         node: Any = out.node
         weights, values = node.ins
-        scores = _before_softmax(_before(weights))
+        scores = trace.softmaxes.get(_before(weights))
         if scores is None or node.module is None or not _is_of_product(scores):
             continue
         try:
@@ -116,24 +116,6 @@ def _number(value: Any) -> float | None:
     if type(value) is not Value:
         return float(value)
     return next((x.number for x in _sources(value) if x.number is not None), None)
-
-
-def _before_softmax(value: Value) -> Value | None:
-    """Return what a softmax along the last axis is of, as `trace` has its steps; or None."""
-    steps = list[Value]()
-    for name, mixing in (("div", "sum"), ("exp", ""), ("sub", "amax")):
-        node = value.node
-        if node is None or node.name != name:
-            return None
-        given, *others = node.ins
-        if mixing:
-            of = others[0].node if others else None
-            is_last = of is not None and of.args[1] in (-1, [-1], len(given.shape) - 1)
-            if of is None or of.name != mixing or of.ins != [given] or not is_last:
-                return None
-        value = given
-        steps.append(value)
-    return steps[-1]
 
 
 def _is_of_product(value: Value) -> bool:
