@@ -46,7 +46,7 @@ def written_in(trace: Trace, masks: Sequence[Tensor]) -> Iterator[Attended]:
         node: Any = out.node
         weights, values = node.ins
         scores = trace.softmaxes.get(_before(weights))
-        if scores is None or node.module is None or not _is_of_product(scores):
+        if scores is None or node.module is None:
             continue
         try:
             yield Attended(node.module, *_read(scores, values, out, memory))
@@ -57,11 +57,12 @@ def written_in(trace: Trace, masks: Sequence[Tensor]) -> Iterator[Attended]:
 def _read(scores: Value, values: Value, out: Value, memory: dict[int, Tensor]) -> tuple[Any, ...]:
     """Return the inputs of an attention, its result, its mask and its settings."""
     scaling, found = 1.0, list[Tensor]()
-    node: Any = (scores := _before(scores)).node
-    while node.name not in _PRODUCTS:
+    node: Any
+    while (node := (scores := _before(scores)).node) is None or node.name not in _PRODUCTS:
+        require(node is not None, "its scores are no product")
         if node.name in ("mul", "div") and not node.kwargs:
             numbers = [*map(_number, node.args)]
-            scores = next((x for x in node.ins if _is_of_product(x)), node.ins[0])
+            scores = next((x for x in node.ins if _number(x) is None), node.ins[0])
             (factor,) = (
                 x for x, each in zip(numbers, node.args, strict=True) if each is not scores
             )
@@ -80,8 +81,6 @@ def _read(scores: Value, values: Value, out: Value, memory: dict[int, Tensor]) -
             require(is_known and len(added) == 1, f"torch's {node.name} changes scores")
             scores = next(x for mask, x in masks if mask is None)
             found += added
-        node = (scores := _before(scores)).node
-        require(node is not None, "its scores are no product")
     query, key = node.ins[-2:]
     is_plain = node.name == "bmm" or _number(node.ins[0]) == 0
     require(is_plain, "torch's baddbmm adds to scores")
@@ -116,20 +115,6 @@ def _number(value: Any) -> float | None:
     if type(value) is not Value:
         return float(value)
     return next((x.number for x in _sources(value) if x.number is not None), None)
-
-
-def _is_of_product(value: Value) -> bool:
-    """Return whether numbers are made of a product of matrices."""
-    todo, seen = [value], set[Value]()
-    while todo:
-        each = todo.pop()
-        if each.node is None or each in seen:
-            continue
-        if each.node.name in _PRODUCTS:
-            return True
-        seen.add(each)
-        todo += each.node.ins
-    return False
 
 
 def _mask_of(value: Value, memory: dict[int, Tensor]) -> Tensor | None:
