@@ -16,13 +16,15 @@ STACKS = "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"
 PARTS = "gate_blocks", "up_blocks", "down_blocks", "gate_up_bias"
 
 
-class StacksPlan(NamedTuple):
-    """The weights of a layer's experts, and what these compute."""
+class ExpertsPlan(NamedTuple):
+    """The experts of a layer, once each token has chosen some, and what they compute."""
 
     module: nn.Module  # has the stacked weights
     lies: int  # how these lie
     inner: int
     gating: str  # source of a program of columns of gate and up
+    num: int
+    num_chosen: int  # of a token
 
 
 def experts_in(layer: nn.Module, calls: Mapping[nn.Module, Any]) -> nn.Module | None:
@@ -38,14 +40,15 @@ def experts_in(layer: nn.Module, calls: Mapping[nn.Module, Any]) -> nn.Module | 
 
 
 def read_experts(
-    module: nn.Module, call: Any, states: Tensor, chosen: Tensor, shares: Tensor
-) -> StacksPlan:
+    module: nn.Module, call: Any, states: Tensor, chosen: Tensor, shares: Tensor, *, num: int
+) -> ExpertsPlan:
     """Return what a layer's experts compute, by a trace of each that is chosen.
 
     Args:
         module: the module with the stacked weights, `gate_up_proj` and `down_proj`.
         call: its call in the watched forward.
         states, chosen, shares: what it gets.
+        num: number of experts.
     """
     held: dict[str, Any] = {**module._parameters, **vars(module)}
     named: list[Any] = [held.get(name) for name in STACKS]
@@ -89,7 +92,7 @@ def read_experts(
     first, second, alternate, inner, gating = found.pop()
     require(first == second, reason)
     lies = words.LIE_ACROSS * first | words.ALTERNATE * alternate
-    return StacksPlan(module, lies, inner, gating)
+    return ExpertsPlan(module, lies, inner, gating, num, shares.shape[-1])
 
 
 def _gating(columns: Columns, inner: int) -> tuple[bool, str]:

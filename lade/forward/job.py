@@ -32,7 +32,7 @@ from lade.compat.closeness import limit_of
 from lade.compat.view import viewed, with_forward
 from lade.forward import words
 from lade.forward.comparing import Forward, UnsupportedForwardError, require, why_wrong
-from lade.forward.linear import MOST_TOKENS, Products, is_plain, kernels
+from lade.forward.linear import MOST_TOKENS, is_plain, kernels, product
 from lade.forward.packed import (
     PackedLinear,
     is_whole,
@@ -129,7 +129,7 @@ class FusedForwards:
         run: Run,
         is_unchanged: Callable[[], bool] | None = None,
     ) -> None:
-        self._kernels, self._run, self._products = compiled, run, Products(compiled, run)
+        self._kernels, self._run = compiled, run
         self._function, self._tiles = compiled.run_forward().address, compiled.run_tiles().address
         self.why_not: str | None = None
         plan = read(model)
@@ -289,7 +289,7 @@ class FusedForwards:
         if not is_known:
             raise ValueError(f"states of a layer have become {states.dtype} {[*states.shape]}")
         if number == last:
-            return self._product(states, self._weights.head())
+            return self._product(states, request.model.get_submodule(self._names[0]))
         if number > 0 and not hooked[number] and not hooked[number - 1]:
             return states  # it has run together with an earlier layer
         wide = states[0].clone(memory_format=torch.contiguous_format)
@@ -305,12 +305,12 @@ class FusedForwards:
             self._run_piece(piece, wide, table, phases)
         return wide[None]
 
-    def _product(self, states: Tensor, linear: nn.Linear) -> Tensor:
+    def _product(self, states: Tensor, linear: Any) -> Tensor:
         if type(linear) is PackedLinear:
             return linear.forward(states)
         if not is_plain(linear.weight, torch.float32):
             raise ValueError("weights are no plain matrices any more")
-        return self._products.product(states, linear.weight, linear.bias)
+        return product(self._kernels, self._run, states, linear.weight, linear.bias)
 
     def _pieces(self, request: _JobRequest, given: Sequence[Tensor]) -> list[_Piece] | None:
         """Describe the tokens that one job runs; None if no job can.

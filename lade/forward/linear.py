@@ -24,70 +24,61 @@ _MOST_ROWS = 64  # of a job: the second cache holds the inputs of so many rows
 _Job = ctypes.c_int64 * (words.JOB_SIZE + 2 * (words.ROW_SIZE + 16))
 
 
-class Products:
-    """Products by lade's kernels.
+def product(
+    compiled: ModuleType,
+    run: Run,
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    packed: tuple[int, bool] | None = None,
+) -> Tensor:
+    """Return what `torch.nn.functional.linear` returns, up to rounding.
 
     Args:
-        compiled: the kernels.
-        run: calls a function on several threads.
+        compiled, run: as `kernels` gives them.
+        inputs: float32 [..., K].
+        weight: float32 [N, K], or uint8 [N, bytes of a row].
+        bias: float32 [N], or None.
+        packed: the word PACKED of a weight of uint8 blocks, and whether it is multiplied by
+            digits.
     """
-
-    def __init__(self, compiled: ModuleType, run: Run) -> None:
-        self._kernels, self._run = compiled, run
-
-    def product(
-        self,
-        inputs: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        packed: tuple[int, bool] | None = None,
-    ) -> Tensor:
-        """Return what `torch.nn.functional.linear` returns, up to rounding.
-
-        Args:
-            inputs: float32 [..., K].
-            weight: float32 [N, K], or uint8 [N, bytes of a row].
-            bias: float32 [N], or None.
-            packed: the word PACKED of a weight of uint8 blocks, and whether it is multiplied by
-                digits.
-        """
-        num_columns, num_inputs = len(weight), inputs.shape[-1]
-        num_rows, given = inputs.numel() // num_inputs, inputs.contiguous()
-        results = inputs.new_empty((*inputs.shape[:-1], num_columns))
-        most, num_threads = min(num_rows, _MOST_ROWS), most_threads()
-        size = self._kernels.scratch_size(most)
-        by_digits = packed is not None and packed[1]
-        of_digits = (4 * num_inputs + words.DIGITS_APART) * most if by_digits else 0
-        memory = inputs.new_empty(size * num_threads + of_digits, dtype=torch.uint8)
-        for start in range(0, num_rows, most):
-            job = _Job()
-            address = ctypes.addressof(job)
-            job[words.NUM_TOKENS] = min(most, num_rows - start)
-            job[words.NUM_PHASES] = 2 if by_digits else 1
-            job[words.NUM_THREADS] = num_threads
-            job[words.TILES] = self._kernels.run_tiles().address
-            job[words.NORMED] = given.data_ptr() + 4 * num_inputs * start
-            job[words.LOGITS] = results.data_ptr() + 4 * num_columns * start
-            job[words.SCRATCH], job[words.SCRATCH_SIZE] = memory.data_ptr(), size
-            row = words.JOB_SIZE
-            job[words.PHASES] = address + 8 * (row + 2 * words.ROW_SIZE)
-            job[words.LIST] = address + 8 * row
-            if by_digits:
-                digits = memory.data_ptr() + size * num_threads
-                job[words.DIGITS] = digits - job[words.NORMED]
-                job[row + words.RUN] = self._kernels.run_digits().address
-                job[row + words.NUM_GIVEN] = num_inputs
-                row += words.ROW_SIZE
-            job[row + words.NUM_PRODUCTS] = 1
-            job[row + words.GIVEN], job[row + words.NUM_GIVEN] = words.NORMED, num_inputs
-            job[row + words.TARGET], job[row + words.NUM_MADE] = words.LOGITS, num_columns
-            job[row + words.WEIGHT], job[row + words.NUM_COLUMNS] = weight.data_ptr(), num_columns
-            job[row + words.NUM_INPUTS] = num_inputs
-            job[row + words.BIAS] = 0 if bias is None else bias.data_ptr()
-            if packed is not None:
-                job[row + words.PACKED], job[row + words.ROW_BYTES] = packed[0], weight.shape[1]
-            self._run(self._kernels.run_forward().address, address, num_threads)
-        return results
+    num_columns, num_inputs = len(weight), inputs.shape[-1]
+    num_rows, given = inputs.numel() // num_inputs, inputs.contiguous()
+    results = inputs.new_empty((*inputs.shape[:-1], num_columns))
+    most, num_threads = min(num_rows, _MOST_ROWS), most_threads()
+    size = compiled.scratch_size(most)
+    by_digits = packed is not None and packed[1]
+    of_digits = (4 * num_inputs + words.DIGITS_APART) * most if by_digits else 0
+    memory = inputs.new_empty(size * num_threads + of_digits, dtype=torch.uint8)
+    for start in range(0, num_rows, most):
+        job = _Job()
+        address = ctypes.addressof(job)
+        job[words.NUM_TOKENS] = min(most, num_rows - start)
+        job[words.NUM_PHASES] = 2 if by_digits else 1
+        job[words.NUM_THREADS] = num_threads
+        job[words.TILES] = compiled.run_tiles().address
+        job[words.NORMED] = given.data_ptr() + 4 * num_inputs * start
+        job[words.LOGITS] = results.data_ptr() + 4 * num_columns * start
+        job[words.SCRATCH], job[words.SCRATCH_SIZE] = memory.data_ptr(), size
+        row = words.JOB_SIZE
+        job[words.PHASES] = address + 8 * (row + 2 * words.ROW_SIZE)
+        job[words.LIST] = address + 8 * row
+        if by_digits:
+            digits = memory.data_ptr() + size * num_threads
+            job[words.DIGITS] = digits - job[words.NORMED]
+            job[row + words.RUN] = compiled.run_digits().address
+            job[row + words.NUM_GIVEN] = num_inputs
+            row += words.ROW_SIZE
+        job[row + words.NUM_PRODUCTS] = 1
+        job[row + words.GIVEN], job[row + words.NUM_GIVEN] = words.NORMED, num_inputs
+        job[row + words.TARGET], job[row + words.NUM_MADE] = words.LOGITS, num_columns
+        job[row + words.WEIGHT], job[row + words.NUM_COLUMNS] = weight.data_ptr(), num_columns
+        job[row + words.NUM_INPUTS] = num_inputs
+        job[row + words.BIAS] = 0 if bias is None else bias.data_ptr()
+        if packed is not None:
+            job[row + words.PACKED], job[row + words.ROW_BYTES] = packed[0], weight.shape[1]
+        run(compiled.run_forward().address, address, num_threads)
+    return results
 
 
 def kernels() -> tuple[ModuleType, Run] | None:

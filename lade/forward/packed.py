@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from lade.forward import words
-from lade.forward.linear import FORMATS, Products, is_plain, kernels
+from lade.forward.linear import FORMATS, is_plain, kernels, product
 
 _NUM_CHECKED = 2**18  # numbers that are unpacked in both ways when a format is first used
 _TOLERANCE = 2**-16  # of the largest result
@@ -74,13 +74,14 @@ class PackedLinear(_Packed, nn.Linear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return float32 sums, rounded to the format of the inputs, [..., out_features]."""
-        function, products = None, _products()
+        function, found = None, _kernels()
         if not is_whole() and _is_plain_call(inputs, self.weight):
             function = function_of(self.blocks, self.ggml_type)
-        if function is None or products is None:
+        if function is None or found is None:
             return self._by_torch(inputs)
         packed = function.address, function.by_digits
-        return products.product(inputs.float(), self.blocks, self.bias, packed).to(inputs.dtype)
+        results = product(*found, inputs.float(), self.blocks, self.bias, packed)
+        return results.to(inputs.dtype)
 
     def _by_torch(self, inputs: Tensor) -> Tensor:
         step, wide = max(_NUM_UNPACKED // self.in_features, 1), inputs.float()
@@ -139,12 +140,9 @@ class PackedEmbedding(_Packed, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return float32 [..., embedding_dim]."""
-        rows = self.weight.index_select(0, input.reshape(-1))
-        rows = rows.float() if rows.is_floating_point() else unpacked(rows, self.ggml_type)
-        states, scale = (
-            rows.view(*input.shape, self.embedding_dim),
-            self._buffers.get("embed_scale"),
-        )
+        rows = unpacked(self.weight.index_select(0, input.reshape(-1)), self.ggml_type)
+        states = rows.view(*input.shape, self.embedding_dim)
+        scale = self._buffers.get("embed_scale")
         return states if scale is None else states * scale
 
 
@@ -204,8 +202,6 @@ def formats_of(model: nn.Module) -> list[str]:
 
 def unpacked(weight: Tensor, format_: int, rows: Tensor | None = None) -> Tensor:
     """Return packed rows as float32 [rows, numbers of a row], in the memory of `rows` if it can."""
-    if format_ == FORMATS[torch.float32]:
-        return weight.view(torch.float32)
     if weight.is_floating_point():
         return weight.float()
     has_rows = is_plain(weight, torch.uint8) and weight.numel() > 0
@@ -231,8 +227,9 @@ def _by_function(weight: Tensor, function: "Function", rows: Tensor | None = Non
     if rows is None:
         rows = torch.empty((len(weight), num), dtype=torch.float32, device="cpu")
     rows = rows[: len(weight)]
-    address, step = weight.data_ptr(), weight.shape[1]
-    function.call(0, 0, 0, address, step, len(weight), rows.data_ptr(), 4 * num, num, 0, 0)
+    packed, step = (weight.data_ptr(), weight.shape[1], len(weight)), 4 * num
+    given = 0, 0, 0, *packed, rows.data_ptr(), step, num, 0, 0
+    function.compiled((ctypes.c_int64 * len(given))(*given))
     return rows
 
 
@@ -247,10 +244,6 @@ class Function(NamedTuple):
     numbers: int  # in a block
     bytes: int
     by_digits: bool  # it is of `_digits.product_of`
-
-    def call(self, *given: int) -> None:
-        """Call it with numbers."""
-        self.compiled((ctypes.c_int64 * len(given))(*given))
 
 
 def has_digits(format_: int | None) -> bool:
@@ -276,9 +269,9 @@ def function_of(weight: Tensor, format_: int, *, by_digits: bool = True) -> Func
 
 
 def _compiled(weight: Tensor, format_: int, by_digits: bool) -> Function | None:
-    products = _products()
+    found = _kernels()
     is_float = format_ == FORMATS[torch.float32]  # it has no blocks, so rows of any length
-    if products is None or is_float:
+    if found is None or is_float:
         return None
     from lade.forward import _digits, _packed
 
@@ -297,16 +290,13 @@ def _compiled(weight: Tensor, format_: int, by_digits: bool) -> Function | None:
     given = given.sin().view(9, per_row)
     exact = given.double() @ theirs.double().T
     for num in (1, 4, 9) if bool(exact.isfinite().all()) else ():
-        results = products.product(given[:num], rows, None, (function.address, by_digits))
+        results = product(*found, given[:num], rows, None, (function.address, by_digits))
         apart = (results.double() - exact[:num]).abs().max()
         is_right = is_right and float(apart) <= _TOLERANCE * float(exact.abs().max())
     return function if is_right else None
 
 
-@cache
-def _products() -> Products | None:
-    compiled = kernels()
-    return None if compiled is None else Products(*compiled)
+_kernels = cache(kernels)
 
 
 def _is_plain_call(inputs: Tensor, weight: Tensor) -> bool:

@@ -22,7 +22,7 @@ from lade.compat.attempts import Attempt
 from lade.errors import UnsupportedModelError
 from lade.forward import words
 from lade.forward.comparing import UnsupportedForwardError, convolved, is_near, require
-from lade.forward.experts import StacksPlan, experts_in, read_experts
+from lade.forward.experts import experts_in, read_experts
 from lade.forward.packed import PackedLinear
 from lade.forward.programs import Columns, TokenRows, Writer, slice_of
 from lade.forward.recurrence import RecurrencePlan, read_recurrence
@@ -30,13 +30,13 @@ from lade.forward.trace import Value
 from lade.forward.watching import (
     PRODUCTS,
     SDPA,
-    Attended,
     Called,
     Watched,
     size_of,
     tensors_of,
     watch,
 )
+from lade.forward.written import Attended
 from lade.targets.layout import tree_layout
 from lade.targets.masks import AttentionSpan
 
@@ -49,7 +49,6 @@ _HONOURED = {
 _LINEARS = (nn.Linear, PackedLinear)
 _TOLD = {bool, int, float, str, type(None), torch.dtype, torch.device}  # compared as they print
 _LOOKUPS = "embedding", "index", "index_select"
-_LATER = {words.KEPT_TOKENS: words.KEPT_ROWS}  # tokens of programs behind products of some
 
 
 class ProductPlan(NamedTuple):
@@ -86,30 +85,25 @@ class Constant(NamedTuple):
 
     module: nn.Module
     name: str
+    first: int = 0
+    step: int = 0  # numbers from one column to the next, in a program of columns
 
 
-class RowsPlan(NamedTuple):
-    """A program of a token's row, and where its numbers lie."""
+class ProgramPlan(NamedTuple):
+    """A program of a token's row, or of columns of products, and where its numbers lie."""
 
     text: str
-    tables: tuple[tuple[int, ...], ...]
-    num_scratch: int
+    given: tuple[str, ...]  # source of its arguments, as `_rows.address_of` takes it
     places: tuple[tuple[Any, int], ...]  # of inputs, constants and results, with their sizes
-
-
-class ColumnsPlan(NamedTuple):
-    """What becomes of columns of products one by one."""
-
-    text: str
-    num_inputs: int
-    constants: tuple[tuple[Constant, int, int], ...]  # with the first number, and the step
+    tables: tuple[tuple[int, ...], ...] = ()
+    num_scratch: int = 0
 
 
 class RowsStep(NamedTuple):
     """A phase of a job: programs of rows."""
 
-    before: RowsPlan | None  # what the next phase gets
-    at_end: RowsPlan | None = None  # before that; of a layer's first phase, it is the last layer's
+    before: ProgramPlan | None  # what the next phase gets
+    at_end: ProgramPlan | None = None  # before that; a layer's first phase has the last layer's
     tokens: int = words.EVERY_TOKEN
 
 
@@ -120,7 +114,7 @@ class ProductsPlan(NamedTuple):
     row: int  # numbers of a token's row of inputs
     given: int  # word of the job, as the next
     target: int  # of the columns side by side, or of what becomes of them
-    columns: ColumnsPlan | None = None  # of the columns of each product
+    columns: ProgramPlan | None = None  # of the columns of each product
     tokens: int = words.EVERY_TOKEN
 
     @property
@@ -129,51 +123,26 @@ class ProductsPlan(NamedTuple):
         return self.products[0].num if self.columns else sum(x.num for x in self.products)
 
 
-class HeadsPlan(NamedTuple):
-    """The heads of a layer's attention."""
-
-    num: int
-    num_keys: int
-    size: int  # of queries and keys
-    size_of_value: int
-    more: int = 0  # further numbers of keys, in the place of values, which then are the keys
-
-
-class ExpertsPlan(NamedTuple):
-    """The experts of a layer, once each token has chosen some."""
-
-    stacks: StacksPlan
-    num: int
-    num_chosen: int  # of a token
-
-
-class LatentsPlan(NamedTuple):
-    """How keys and values of all heads are made of a token's latent."""
-
-    expand: ProductPlan
-    straight: int  # numbers of a head's key that have no angles; all others are of all heads
-    turned: int  # the others
-    value: int  # numbers of a value
-
-
 class MixingPlan(NamedTuple):
     """Phases of a job that mix tokens: attention, or a layer's convolution or recurrence."""
 
-    attended: int  # numbers of a token behind it
-    rows: RowsPlan | None = None  # makes heads, and what is cached
-    heads: HeadsPlan | None = None  # of attention
-    settings: tuple[float, float, nn.Module | None] = (1.0, 0.0, None)  # scaling, softcap, sinks
+    runs: tuple[tuple[str, int], ...]  # of each phase: what runs it, and its number there
+    numbers: tuple[tuple[int, ...], ...]  # a word of its row, and the numbers from there on
+    weights: tuple[tuple[int, Constant], ...]  # a word of its row, and what has its address there
+    sizes: tuple[tuple[str, int], ...]  # arguments of `scratch_size`
+    added: tuple[tuple[int, ...], ...]  # shapes of what a token adds to the cache
+    at_once: int = 1  # numbers of results that are written together, maybe with digits
+    rows: ProgramPlan | None = None  # of attention: makes heads, and what is cached
     keys_of: int | None = None  # number of the layer whose keys and values it reads
-    latents: LatentsPlan | None = None
-    convolution: nn.Conv1d | None = None  # alone, or before a recurrence
+    expand: ProductPlan | None = None  # what makes keys and values of latents
     recurrence: RecurrencePlan | None = None
 
 
 class LayerPlan(NamedTuple):
     """A decoder layer."""
 
-    phases: tuple[Any, ...]  # RowsStep, ProductsPlan, MixingPlan, ExpertsPlan
-    at_end: RowsPlan | None
+    phases: tuple[Any, ...]  # RowsStep, ProductsPlan, MixingPlan, `experts.ExpertsPlan`
+    at_end: ProgramPlan | None
 
     @property
     def mixing(self) -> MixingPlan:
@@ -401,7 +370,7 @@ class _Reader:
         self,
         results: Sequence[tuple[Value, Place]],
         given: Mapping[Value, Place],
-    ) -> RowsPlan:
+    ) -> ProgramPlan:
         """Return the program of some results.
 
         Args:
@@ -413,7 +382,12 @@ class _Reader:
             places: list[tuple[Value, Any]] = [(x, self._place_of(x)) for x in source.inputs]
         places += [(value, self._constant_of(value)) for value in source.constants]
         sized = [(place, self._rows.layout(value).size) for value, place in [*places, *results]]
-        return RowsPlan(source.text, source.tables, source.num_scratch, tuple(sized))
+        taken = [f"row(given[0], {source.num_scratch})"]
+        for number, (place, size) in enumerate(sized, 1):
+            is_whole = type(place) is Place and place.word == words.POSITIONS
+            taken.append(f"{'integers' if is_whole else 'row'}(given[{number}], {size})")
+        of_program = source.tables, source.num_scratch
+        return ProgramPlan(source.text, tuple(taken), tuple(sized), *of_program)
 
     def _place_of(self, value: Value) -> Place:
         if value in self._now:
@@ -444,14 +418,12 @@ class _Reader:
         """Return what becomes of columns that products give."""
         return Writer(self._rows, [result], self._is_given).columns()
 
-    def _columns_plan(self, columns: Columns) -> ColumnsPlan:
-        return ColumnsPlan(
-            columns.text,
-            len(columns.inputs),
-            tuple(
-                (self._constant_of(each), first, step) for each, first, step in columns.constants
-            ),
+    def _columns_plan(self, columns: Columns) -> ProgramPlan:
+        constants = (
+            self._constant_of(each)._replace(first=first, step=step)
+            for each, first, step in columns.constants
         )
+        return of_columns(columns.text, len(columns.inputs), constants)
 
     # --- the whole --------------------------------------------------------------------------------
 
@@ -493,31 +465,33 @@ class _Reader:
         head: Any = self._view.get_output_embeddings()
         require(type(head) in _LINEARS and head in self._calls, "its head is not a linear layer")
         last = *self._before_head(head, states), self._of_head(head)
-        spans, kinds = self._spans, self._span_by(modules)
-        reach = min(each.num_slots or math.inf for each in spans)
+        span_of = dict(zip(by_layer, self._spans, strict=True))
+        reach = min(each.num_slots or math.inf for each in self._spans)
+        kinds = tuple(map(span_of.get, modules))
         of_layers = kinds, ahead, tuple(layers), last, head, modules, self._counts
         return DecoderPlan(states.shape[-1], reach, (), *of_layers)
-
-    def _span_by(self, modules: Sequence[nn.Module]) -> tuple[AttentionSpan | None, ...]:
-        pairs = zip(self._attended, self._spans, strict=True)
-        span_of = {self._layer_of(each.module): span for each, span in pairs}
-        return tuple(map(span_of.get, modules))
 
     def _require_in_order(self, value: Value) -> None:
         """Refuse a value that has its tokens elsewhere than along its second axis."""
         is_in_order = self._rows.layout(value) is self._rows.of_tokens(value.shape, 1)
         require(is_in_order, "tokens are in another order than in the text")
 
-    def _before_head(self, head: nn.Module, states: Value) -> tuple[Any, ...]:
-        """Return the phases between the last states and the head: rows, maybe products."""
-        given, known = self._value_given(head), {states: Place(words.STATES)}
+    def _phases_to(
+        self, results: dict[Value, Place], known: dict[Value, Place]
+    ) -> tuple[tuple[Any, ...], ProgramPlan | None]:
+        """Return phases outside layers that make some values; see `_chained`."""
         self._now, self._left = known, self._products
+        return self._chained([*self._in_products(self._needed(results))], known, results)
+
+    def _before_head(self, head: nn.Module, states: Value) -> Iterator[Any]:
+        """Yield the phases between the last states and the head: rows, maybe products."""
+        given = self._value_given(head)
         self._require_in_order(given)
-        parts = [*self._in_products(self._needed([given]))]
         ends = {given: Place(words.NORMED)}
-        phases, program = self._chained(parts, known, ends, words.KEPT_TOKENS)
-        tokens = words.KEPT_ROWS if parts else words.KEPT_TOKENS
-        return *phases, RowsStep(program, tokens=tokens)
+        phases, program = self._phases_to(ends, {states: Place(words.STATES)})
+        for number, phase in enumerate((*phases, RowsStep(program))):
+            is_later = number > 0 and type(phase) is RowsStep
+            yield phase._replace(tokens=words.KEPT_ROWS if is_later else words.KEPT_TOKENS)
 
     def _of_head(self, head: nn.Module) -> ProductsPlan:
         made, logits = self._value_made(head), self._trace.value(self._logits)
@@ -532,9 +506,7 @@ class _Reader:
 
     def _embedding(self, states: Value) -> tuple[Any, ...]:
         """Return the phases that make the first states of tokens and positions."""
-        self._now, self._left = {}, self._products
-        parts = [*self._in_products(self._needed([states]))]
-        phases, program = self._chained(parts, {}, {states: Place(words.STATES)})
+        phases, program = self._phases_to({states: Place(words.STATES)}, {})
         phases = *phases, RowsStep(program)
         given = [(*each.args, *each.kwargs.values()) for each in _calls_of(phases)]
         is_known = any(words.TOKENS_GIVEN in each for each in given)
@@ -553,16 +525,13 @@ class _Reader:
         if any(len(each) != 2 for each in given):  # states come first
             return ()
         results = [each[1] for each in given]
-        self._now = known = {states: Place(words.STATES)}
-        self._left = self._products
         with suppress(UnsupportedForwardError):
-            made = self._needed(results)
             size = self._rows.layout(results[0]).size
             ends = [Place(words.INPUTS, size * i, size * len(results)) for i in range(len(results))]
             pairs = [*zip(results, ends, strict=True)]
-            phases, rows = self._chained([*self._in_products(made)], known, dict(pairs))
-            self._given = dict(zip(modules, pairs, strict=True)) if made else {}
-            return (*phases, RowsStep(None, rows)) if made else ()
+            phases, rows = self._phases_to(dict(pairs), {states: Place(words.STATES)})
+            self._given = dict(zip(modules, pairs, strict=True)) if phases else {}
+            return (*phases, RowsStep(None, rows)) if phases else ()
         return ()
 
     # --- a layer ----------------------------------------------------------------------------------
@@ -643,8 +612,7 @@ class _Reader:
         parts: Sequence[_Part],
         known: dict[Value, Place],
         ends: dict[Value, Place],
-        tokens: int = words.EVERY_TOKEN,
-    ) -> tuple[tuple[Any, ...], RowsPlan | None]:
+    ) -> tuple[tuple[Any, ...], ProgramPlan | None]:
         """Return the phases of parts, with a program before each, and the program behind them.
 
         What a part gives is read where it lies, until another part writes there. Then, and if a
@@ -654,7 +622,6 @@ class _Reader:
             parts: in their order.
             known: what lies there all the time.
             ends: what the last program writes.
-            tokens: for which the first program runs.
         """
         wanted, reads, lying = list[dict[Value, Place]](), list[int](), dict[int, Value]()
         for given, outs, plan in parts:
@@ -696,8 +663,7 @@ class _Reader:
             results += places.items()
             program = self._program(results, now) if results else None
             if number < len(parts):
-                plan, is_first = parts[number].plan, number == 0
-                phases += _with_program(program, plan, reads[number], tokens, is_first)
+                phases += _with_program(program, parts[number].plan, reads[number])
                 readable |= parts[number].outs
         return tuple(phases), program
 
@@ -770,8 +736,8 @@ class _Reader:
             self._product(self._products[each], first, columns.size)
             for each, first, _ in columns.inputs
         )
-        of_columns = words.NORMED, words.INNER, self._columns_plan(columns)
-        return ProductsPlan(products, products[0].num_inputs, *of_columns)
+        of_plan = words.NORMED, words.INNER, self._columns_plan(columns)
+        return ProductsPlan(products, products[0].num_inputs, *of_plan)
 
     def _attending(self, attended: Attended) -> list[_Part]:
         """Return the attention of a layer."""
@@ -787,13 +753,37 @@ class _Reader:
         require(is_of_heads, "attention gets tokens in another order")
         if not is_shared:
             self._require_cached(attended.module, key.tensor, value.tensor)
-        plan = MixingPlan(
-            num * of_value,
-            heads=HeadsPlan(num, num_keys, size, of_value),
-            settings=_settings_of(attended, self._implementation),
-            keys_of=keys_of if is_shared else None,
+        given = self._side_by_side(words.QUERIES, wanted)
+        plan = self._attention(attended, given, num * of_value, num, num_keys, size, of_value)
+        if is_shared:
+            plan = plan._replace(keys_of=keys_of, numbers=(*plan.numbers, (words.READS, 1)))
+        return self._mixing(given, result, plan)
+
+    def _attention(
+        self, attended: Attended, given: dict[Value, Place], size: int, *heads: int
+    ) -> MixingPlan:
+        """Return the plan of an attention.
+
+        Args:
+            attended: its settings.
+            given: where queries lie, then what is cached.
+            size: numbers of a token behind it.
+            heads: how many there are, of queries and of keys; numbers of a key and of a value;
+                further numbers of keys, in the place of values, which then are the keys.
+        """
+        _, num_keys, of_key, of_value, more = (*heads, 0)[:5]
+        scaling, softcap, sinks = _settings_of(attended, self._implementation)
+        first, second, *_ = [*given.values()] * 2
+        of_scores = (np.float32(x).view(np.int32).item() for x in (scaling, softcap))
+        of_rows = words.NUM_QUERIES, second.first, size, first.step, *of_scores
+        return MixingPlan(
+            (("attention", 0), ("attention", 1)),
+            (of_rows, (words.NUM_HEADS, *heads)),
+            () if sinks is None else ((words.SINKS, Constant(sinks, "sinks")),),
+            (("head_size", max(of_key + more, of_value)),),
+            tuple((1, num_keys, 1, each) for each in (of_key, more or of_value)),
+            of_value,
         )
-        return self._mixing(self._side_by_side(words.QUERIES, wanted), result, plan)
 
     def _mixing(self, given: dict[Value, Place], result: Value, plan: MixingPlan) -> list[_Part]:
         """Return what mixes tokens, behind the products that it needs, or that join its result."""
@@ -837,7 +827,7 @@ class _Reader:
         asked = ProductPlan(router, 0, num, hidden), *map(self._product, gates.values())
         scoring = ProductsPlan(asked, hidden, words.NORMED, words.SCORES)
         routed = [each.tensor for each in (states, *chosen, shares)]
-        experts = ExpertsPlan(read_experts(module, call, *routed), num, shares.shape[-1])
+        experts = read_experts(module, call, *routed, num=num)
         results = {chosen[0]: Place(words.CHOSEN), shares: Place(words.SHARES)}
         outs = self._side_by_side(words.SCORES, [scores, *gates])
         return [
@@ -889,16 +879,19 @@ class _Reader:
         require(is_shared, "the ends of its keys are not those of all heads")
         self._require_cached(attended.module, latent.tensor, key.tensor[0, 0, :, straight:])
         rank = latent.shape[-1]
-        plan = MixingPlan(
-            num_heads * num_value,
-            heads=HeadsPlan(num_heads, 1, rank, rank, turned),
-            settings=_settings_of(attended, self._implementation),
-            latents=LatentsPlan(self._product(expand), straight, turned, num_value),
-        )
         # Queries for latents come first, which are made of these.
         sizes = {query: num_heads * size, latent: rank, shared: turned}
         *firsts, step = accumulate(sizes.values(), initial=num_heads * (rank + turned))
         given = {x: Place(words.QUERIES, at, step) for x, at in zip(sizes, firsts, strict=True)}
+        sizes_of_heads = num_heads, 1, rank, rank, turned
+        plan = self._attention(attended, given, num_heads * num_value, *sizes_of_heads)
+        plan = plan._replace(
+            runs=tuple((name, each) for each in range(2) for name in ("attention", "latents")),
+            numbers=(*plan.numbers, (words.STRAIGHT, straight, turned, num_value)),
+            sizes=(*plan.sizes, ("of_latents", rank + num_value)),
+            at_once=1,
+            expand=self._product(expand),
+        )
         return self._mixing(given, result, plan)
 
     def _require_cached(self, module: Any, *cached: Tensor) -> None:
@@ -935,18 +928,27 @@ class _Reader:
         ]
         require(len(made) == 1, reason)
         given: Value = made[0].node.ins[0]  # type: ignore[union-attr]
+        (taps,) = convolution.kernel_size
+        named = (words.CONVOLUTION, "weight"), (words.CONVOLUTION_BIAS, "bias")
+        plan = MixingPlan(
+            (("convolution", 0),),
+            ((words.ATTENDED_SIZE, channels), (words.TAPS, taps)),
+            tuple((word, Constant(convolution, name)) for word, name in named),
+            (("taps", taps),),
+            ((1, 1, 1, channels),),
+            channels,
+        )
         if self._parents[convolution]._parameters:
-            return self._recurrent(convolution, given, called)
+            return self._recurrent(plan, convolution, given, called)
         made += [x for x in self._trace.made_by("slice") if x.node.ins[0] is made[0]]  # type: ignore[union-attr]
         result = next((each for each in made if each.shape == given.shape), made[0])
         wanted = convolved(convolution, given.tensor[0].T)
         require(is_near(result.tensor[0].T.contiguous(), wanted), reason)
         self._rows.give(result, 2)
-        plan = MixingPlan(channels, convolution=convolution)
         return self._mixing({given: Place(words.QUERIES)}, result, plan)
 
     def _recurrent(
-        self, convolution: nn.Conv1d, given: Value, called: Sequence[nn.Module]
+        self, plan: MixingPlan, convolution: nn.Conv1d, given: Value, called: Sequence[nn.Module]
     ) -> list[_Part]:
         """Return the recurrence of a layer: products, a convolution, a state, a gated norm."""
         module: Any = self._parents[convolution]
@@ -979,8 +981,18 @@ class _Reader:
         names = [name for name in own if name not in used]
         numbers = [x.tensor[0].T if x is given else x.tensor[0] for x in pairs]
         found = read_recurrence(module, convolution, numbers, result.tensor, names)
-        size = result.tensor.numel() // len(numbers[1])
-        plan = MixingPlan(size, convolution=convolution, recurrence=found)
+        of_heads = words.KEY_HEADS, *found.heads, *found.channels, int(found.is_delta)
+        size = words.ATTENDED_SIZE, result.tensor.numel() // len(numbers[1])
+        skips = () if found.skips is None else ((words.SKIPS, Constant(*found.skips)),)
+        (taps,) = convolution.kernel_size
+        plan = plan._replace(
+            runs=(("recurrence", 0), ("recurrence", 1)),
+            numbers=(*plan.numbers, size, of_heads, (words.GIVEN_SIZE, found.row)),
+            weights=(*plan.weights, *skips),
+            sizes=(*plan.sizes, ("of_recurrence", found.num_scratch(taps))),
+            at_once=1,
+            recurrence=found,
+        )
         return self._mixing(pairs, result, plan)
 
     # --- modules ----------------------------------------------------------------------------------
@@ -1098,26 +1110,25 @@ def made_by(plan: CallPlan, module: nn.Module, tensors: Mapping[Any, Tensor]) ->
     return tensors_of(module(*args, **kwargs))
 
 
-def _with_program(
-    program: RowsPlan | None, plan: Any, word: int, tokens: int, is_first: bool
-) -> Iterator[Any]:
-    """Yield the phases of a part and of the program before it.
-
-    Args:
-        program: None for none.
-        plan: of the part.
-        word: where products read.
-        tokens: for which they run.
-        is_first: whether no products precede the program.
-    """
+def _with_program(program: ProgramPlan | None, plan: Any, word: int) -> Iterator[Any]:
+    """Yield the phases of a part, whose products read at a word, and of the program before it."""
     if type(plan) is ProductsPlan:
         if program is not None:
-            yield RowsStep(program, tokens=tokens if is_first else _LATER.get(tokens, tokens))
-        yield plan._replace(given=word, tokens=tokens)
-    elif type(plan) is MixingPlan and plan.heads is not None:
+            yield RowsStep(program)
+        yield plan._replace(given=word)
+    elif type(plan) is MixingPlan and plan.runs[0] == ("attention", 0):
         yield plan._replace(rows=program)
     else:
         yield from (RowsStep(None, program), plan)
+
+
+def of_columns(text: str, num_inputs: int, constants: Iterable[Constant] = ()) -> ProgramPlan:
+    """Return the plan of a program of columns, which gets at most two columns and constants."""
+    given = ["given[0]", *(f"row(given[{2 + each}], given[0])" for each in range(num_inputs))]
+    places = [(each, 1) for each in constants]
+    for number, (each, _) in enumerate(places, 4):
+        given.append(f"row(given[{number}], {'given[0]' if each.step else 1})")
+    return ProgramPlan(text, (*given, "row(given[1], given[0])"), tuple(places))
 
 
 def _is_decay(value: Value) -> bool:

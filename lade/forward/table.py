@@ -14,23 +14,21 @@ from transformers.pytorch_utils import Conv1D
 from lade.forward import _latents, _recurrence, words
 from lade.forward._rows import address_of
 from lade.forward.comparing import UnsupportedForwardError, require
-from lade.forward.experts import PARTS, STACKS, StacksPlan
+from lade.forward.experts import PARTS, STACKS, ExpertsPlan
 from lade.forward.linear import FORMATS, is_plain
 from lade.forward.packed import PackedConv1D, PackedLinear, PackedStack, function_of, has_digits
 from lade.forward.reading import (
     CallPlan,
-    ColumnsPlan,
     Constant,
     DecoderPlan,
-    ExpertsPlan,
-    LatentsPlan,
     MixingPlan,
     Place,
     ProductsPlan,
-    RowsPlan,
+    ProgramPlan,
     RowsStep,
+    of_columns,
 )
-from lade.forward.recurrence import RecurrencePlan, added_by
+from lade.forward.recurrence import added_by
 
 _PACKED = "its weights are packed in a format that jobs do not read"
 _UNEVEN = "its columns are no whole number of vectors"
@@ -65,7 +63,6 @@ class Weights:
     """A plan as the rows of a job, with addresses of weights, looked up anew for each forward.
 
     Attributes:
-        head: a weak reference to the module that makes logits of states.
         num_phases: number of all phases.
         starts: the first phase of each layer, and of what follows.
         of_kind: numbers of the caches that each kind of mask is for.
@@ -91,7 +88,6 @@ class Weights:
         self.sizes = {"hidden": plan.hidden, "num_chosen": 0}
         ids = torch.tensor(plan.replaced, dtype=torch.int64, device="cpu")
         self._replaced = ids.unbind(1) if plan.replaced else None
-        self.head: Callable[[], Any] = weakref.ref(plan.head)
         lists = [plan.ahead, *(layer.phases for layer in plan.layers), plan.last]
         self.num_phases = sum(len(self._runs_of(each)) for phases in lists for each in phases)
         # Behind phases: what describes programs, and what mixes tokens.
@@ -116,7 +112,7 @@ class Weights:
                 cache = keeping.index(number - 1 if keys_of is None else keys_of)
                 seen[kind].add(cache)
                 self._add_phases(phases, kind, cache)
-                at_end = self._add_rows(layer.at_end)
+                at_end = self._add_program(layer.at_end)
                 self._rows[self._num_filled][words.AT_END] = at_end
             else:
                 self._add_phases(phases)
@@ -133,8 +129,8 @@ class Weights:
         for phase in phases:
             row, number = self._rows[self._num_filled], self._num_filled
             if type(phase) is RowsStep:
-                row[words.TOKENS], row[words.BEFORE] = phase.tokens, self._add_rows(phase.before)
-                row[words.AT_END] += self._add_rows(phase.at_end)
+                row[words.TOKENS], row[words.BEFORE] = phase.tokens, self._add_program(phase.before)
+                row[words.AT_END] += self._add_program(phase.at_end)
             elif type(phase) is ProductsPlan:
                 self._add_products(number, phase, _have_digits(phase.given, phases))
             else:
@@ -153,15 +149,13 @@ class Weights:
             return [(self._compiled.run_experts, step) for step in range(3)]
         if type(phase) is not MixingPlan:
             return [(None, 0)]  # compiled with all jobs
-        if phase.recurrence is not None:
-            return [(_recurrence.run_recurrence, step) for step in range(2)]
-        if phase.convolution is not None:
-            return [(self._compiled.run_convolution, 0)]
-        runs = [(self._compiled.run_attention, step) for step in range(2)]
-        if phase.latents is None:
-            return runs
-        latents = [(_latents.run_latents, step) for step in range(2)]
-        return [each for pair in zip(runs, latents, strict=True) for each in pair]
+        of_names = {
+            "attention": self._compiled.run_attention,
+            "convolution": self._compiled.run_convolution,
+            "latents": _latents.run_latents,
+            "recurrence": _recurrence.run_recurrence,
+        }
+        return [(of_names[name], step) for name, step in phase.runs]
 
     def _need(self, word: int = words.NOTHING, num: int = 0, **sizes: int) -> None:
         """Note how many numbers of a token lie at a word, and other sizes."""
@@ -175,7 +169,7 @@ class Weights:
         row[words.NUM_PRODUCTS], row[words.TOKENS] = len(plan.products), plan.tokens
         row[words.GIVEN], row[words.NUM_GIVEN] = plan.given, plan.row
         row[words.TARGET], row[words.NUM_MADE] = plan.target, plan.num_made
-        row[words.COLUMNS] = self._add_columns(plan.columns)
+        row[words.COLUMNS] = self._add_program(plan.columns)
         for index, product in enumerate(plan.products):
             word = words.PRODUCT_SIZE * index
             self._add_matrix(number, word, product.module, product.first, by_digits=by_digits)
@@ -184,53 +178,45 @@ class Weights:
         self._need(plan.target, plan.num_made)
 
     def _add_mixing(self, number: int, plan: MixingPlan) -> None:
-        row, (scaling, softcap, sinks) = self._rows[number], plan.settings
-        row[words.ATTENDED_SIZE] = plan.attended
-        row[words.SCALING], row[words.SOFTCAP] = _bits(scaling), _bits(softcap)
-        row[words.READS], row[words.HEADS] = plan.keys_of is not None, self._add_rows(plan.rows)
-        self._need(words.ATTENDED, plan.attended)
-        if sinks is not None:
-            self._add(number, words.SINKS, sinks, "sinks")
-        if plan.heads is not None and plan.rows is not None:
-            row[words.NUM_HEADS : words.READS] = plan.heads
-            made = [x for x, _ in plan.rows.places if getattr(x, "word", None) == words.QUERIES]
-            row[words.QUERIES_SIZE] = made[0].step
-            row[words.NUM_QUERIES] = made[1 % len(made)].first  # of new keys, if it makes some
-            _, _, of_key, of_value, more = plan.heads
-            is_whole = all(x % self._compiled.LANES == 0 for x in (of_key, of_value))
-            require(is_whole, "its heads are no whole number of vectors")
-            self._need(head_size=max(of_key + more, of_value))
-        if plan.convolution is not None:
-            row[words.TAPS] = taps = plan.convolution.kernel_size[0]
-            self._need(words.QUERIES, plan.convolution.out_channels, taps=taps)
-            self._add(number, words.CONVOLUTION, plan.convolution, "weight")
-            self._add(number, words.CONVOLUTION_BIAS, plan.convolution, "bias")
-        if plan.recurrence is not None:
-            self._need(of_recurrence=plan.recurrence.num_scratch(taps))
-            self._add_recurrence(number, plan.recurrence)
-        if plan.latents is not None:
-            self._add_latents(number, plan.latents)
+        row = self._rows[number]
+        for word, *numbers in plan.numbers:
+            row[word : word + len(numbers)] = numbers
+        row[words.HEADS] = self._add_program(plan.rows)
+        of_heads = row[words.HEAD_SIZE : words.MORE_SIZE]  # of keys and of values
+        is_whole = not (of_heads % self._compiled.LANES).any()
+        require(is_whole, "its heads are no whole number of vectors")
+        self._need(words.ATTENDED, int(row[words.ATTENDED_SIZE]), **dict(plan.sizes))
+        self._need(words.QUERIES, plan.added[0][-1])  # of a recurrence: no more than its inputs
+        for word, each in plan.weights:
+            self._add(number, word, each.module, each.name)
+        if plan.expand is not None:
+            expand = plan.expand.module
+            self._add_matrix(number, words.EXPAND, expand)
+            dtype: Any = expand._parameters["weight"].dtype  # type: ignore[union-attr]
+            require(dtype in FORMATS, "what latents are expanded by is in blocks")
+            row[words.OF_EXPAND] = FORMATS[dtype]
 
     def _add_row(self) -> int:
         """Add a row to the table; return its number among those behind the layers, from 1 on."""
         self._rows.append(np.zeros(words.ROW_SIZE, np.int64))
         return len(self._rows) - self.num_phases
 
-    def _add_rows(self, plan: RowsPlan | None) -> int:
+    def _add_program(self, plan: ProgramPlan | None) -> int:
         """Add the row that describes a program; return its number, 0 for none."""
         if plan is None:
             return 0
         number, row, index = self._add_row(), self._rows[-1], len(self._rows) - 1
-        row[words.PROGRAM], (last, size) = _program_of(plan), plan.places[-1]
-        self._need(of_rows=plan.num_scratch)
+        require(len(plan.places) <= words.MOST_PLACES, "a program of rows takes too much")
+        row[words.PROGRAM] = address_of(plan.text, plan.given, plan.tables)
         row[words.NUM_PLACES] = len(plan.places)
-        row[words.NUM_DIGITS] = size if last.word in WITH_DIGITS else 0
+        self._need(of_rows=plan.num_scratch)
         for each, (place, size) in enumerate(plan.places):
             word = words.PLACES + 3 * each
             if isinstance(place, Constant):
-                row[word] = words.NOTHING
-                self._add(index, word + 1, place.module, place.name)
+                row[word], row[word + 2] = words.NOTHING, 4 * place.step
+                self._add(index, word + 1, place.module, place.name, start=4 * place.first)
                 continue
+            row[words.NUM_DIGITS] = size if place.word in WITH_DIGITS else 0  # of the last one
             self._need(place.word, place.step or size)
             step = 8 if place.word == words.POSITIONS else 4 * (place.step or size)
             row[word : word + 3] = place.word, 4 * place.first, step
@@ -256,33 +242,14 @@ class Weights:
             self.wanted.append(wanted)
         return self.wanted.index(wanted)
 
-    def _add_columns(self, plan: ColumnsPlan | None) -> int:
-        """Add the row that describes what becomes of columns; return its number, 0 for none."""
-        if plan is None:
-            return 0
-        number, row, index = self._add_row(), self._rows[-1], len(self._rows) - 1
-        row[words.PROGRAM], row[words.NUM_PLACES] = _columns_of(plan), len(plan.constants)
-        for each, (constant, first, step) in enumerate(plan.constants):
-            word = words.PLACES + 3 * each
-            self._add(index, word + 1, constant.module, constant.name, start=4 * first)
-            row[word], row[word + 2] = words.NOTHING, 4 * step
-        return number
-
     def _add_experts(self, number: int, plan: ExpertsPlan) -> None:
-        row, stacks = self._rows[number], plan.stacks
-        self._need(words.OF_EXPERTS, plan.num_chosen * stacks.inner)
+        """Describe gate, up and down of all experts, each as one product."""
+        module, inner, row = plan.module, plan.inner, self._rows[number]
+        self._need(words.OF_EXPERTS, plan.num_chosen * inner)
         self._need(words.RESULT, self.sizes["hidden"])
         self._need(words.GROUPS, 4 * plan.num_chosen + 2 * plan.num + 6)
         self._need(num_experts=plan.num, num_chosen=plan.num_chosen)
-        row[words.NUM_EXPERTS : words.GATE_UP_BIAS] = plan.num, plan.num_chosen, stacks.inner
-        self._add_stacks(number, stacks)
-        alternates = row[words.LIES] & words.ALTERNATE  # files have gate and up apart
-        text = stacks.gating if alternates else stacks.gating.replace("[2 * i]", "[i]")
-        row[words.GATING] = _columns_of(ColumnsPlan(text, 2, ()))
-
-    def _add_stacks(self, number: int, plan: StacksPlan) -> None:
-        """Describe gate, up and down of all experts, each as one product."""
-        module, inner, row = plan.module, plan.inner, self._rows[number]
+        row[words.NUM_EXPERTS : words.GATE_UP_BIAS] = plan.num, plan.num_chosen, inner
         names: tuple[str, ...] = STACKS[:2]
         biases, formats = STACKS[2:], list[int | None]((None, None))
         stacks: list[Any] = [vars(module).get(name) for name in names]
@@ -293,6 +260,9 @@ class Weights:
             names, formats, row[words.LIES] = (names[0], *names), [formats[0], *formats], plan.lies
         else:  # as files have them, whatever the module wants
             inner, biases = 0, (PARTS[3], STACKS[3])
+        alternates = row[words.LIES] & words.ALTERNATE
+        text = plan.gating if alternates else plan.gating.replace("[2 * i]", "[i]")
+        row[words.GATING] = address_of(text, of_columns(text, 2).given)
         of_words = words.EXPERT_GATE, words.EXPERT_UP, words.EXPERT_DOWN
         of_biases = words.GATE_UP_BIAS, words.EXPERT_DOWN + words.BIAS
         across = bool(row[words.LIES] & words.LIE_ACROSS)
@@ -305,22 +275,6 @@ class Weights:
             self._add_weight(number, word, module, name, format_, across, first, by_digits=each)
         for word, name in zip(of_biases, biases, strict=True):
             self._add(number, word, module, name)
-
-    def _add_recurrence(self, number: int, plan: RecurrencePlan) -> None:
-        row = self._rows[number]
-        row[words.KEY_HEADS : words.CHANNELS] = plan.heads
-        row[words.CHANNELS : words.IS_DELTA] = plan.channels
-        row[words.IS_DELTA], row[words.GIVEN_SIZE] = plan.is_delta, plan.row
-        if plan.skips is not None:
-            self._add(number, words.SKIPS, *plan.skips)
-
-    def _add_latents(self, number: int, plan: LatentsPlan) -> None:
-        row, expand = self._rows[number], plan.expand.module
-        self._add_matrix(number, words.EXPAND, expand)
-        dtype: Any = expand._parameters["weight"].dtype  # type: ignore[union-attr]
-        require(dtype in FORMATS, "what latents are expanded by is in blocks")
-        row[words.STRAIGHT : words.OF_EXPAND + 1] = *plan[1:], FORMATS[dtype]
-        self._need(of_latents=plan.expand.num_inputs + plan.value)
 
     def _add_matrix(
         self, number: int, word: int, module: Any, column: int = 0, *, by_digits: bool = False
@@ -445,45 +399,15 @@ class Weights:
         return table
 
 
-def _program_of(plan: RowsPlan) -> int:
-    """Return the address of a program, compiled; it takes scratch memory, and all places."""
-    require(len(plan.places) <= words.MOST_PLACES, "a program of rows takes too much")
-    given = [f"row(given[0], {plan.num_scratch})"]
-    for number, (place, size) in enumerate(plan.places, 1):
-        is_whole = isinstance(place, Place) and place.word == words.POSITIONS
-        given.append(f"{'integers' if is_whole else 'row'}(given[{number}], {size})")
-    return address_of(plan.text, given, plan.tables)
-
-
-def _columns_of(plan: ColumnsPlan) -> int:
-    """Return the address of what is compiled for columns."""
-    given = [f"row(given[{2 + number}], given[0])" for number in range(plan.num_inputs)]
-    for number, (*_, step) in enumerate(plan.constants, 4):
-        given.append(f"row(given[{number}], {'given[0]' if step else 1})")
-    return address_of(plan.text, ["given[0]", *given, "row(given[1], given[0])"])
-
-
 def _have_digits(word: int, phases: Iterable[Any]) -> bool:
     """Return whether what some phases write for a product, at a word of the job, gets digits."""
     mixing = next((each for each in phases if type(each) is MixingPlan), None)
     if word != words.ATTENDED or mixing is None:
         return word in WITH_DIGITS
-    if mixing.recurrence is not None or mixing.latents is not None:
-        return False
-    return mixing.heads is None or mixing.heads.size_of_value % words.DIGITS_BLOCK == 0
+    return mixing.at_once % words.DIGITS_BLOCK == 0
 
 
 def added_in(plan: MixingPlan) -> tuple[Any, ...]:
     """Return what a token adds to the cache of a layer, see `TreeCache.slot_addresses`."""
-    if plan.convolution is None:
-        assert plan.heads is not None
-        _, num, of_key, of_value, more = plan.heads
-        shapes = [(1, num, 1, size) for size in (of_key, more or of_value)]
-        return tuple(torch.empty(each, dtype=torch.float32, device="cpu") for each in shapes)
-    num = plan.convolution.out_channels
-    inputs = torch.empty((1, 1, 1, num), dtype=torch.float32, device="cpu")
-    return (inputs,) if plan.recurrence is None else (inputs, *added_by(plan.recurrence))
-
-
-def _bits(number: float) -> int:
-    return int(np.float32(number).view(np.int32))
+    made = (torch.empty(each, dtype=torch.float32, device="cpu") for each in plan.added)
+    return (*made,) if plan.recurrence is None else (*made, *added_by(plan.recurrence))

@@ -70,6 +70,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen: list[Value] = []
         self.asked: list[Value] = []  # values whose numbers Python asked for
         self.inside: list[Any] = []  # modules whose forward runs, the innermost last
+        self.softmaxes: dict[Value, Value] = {}  # along the last axis: of each result, the input
 
     def value(self, tensor: Tensor) -> Value:
         """Return what a tensor now is; a value of no node for one that no operator made."""
@@ -84,12 +85,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Drop all values, and what they were made of."""
         for each in self.seen:
             del each.tensor, each.node
-        self._values, self._sharing, self.seen, self.asked = {}, {}, [], []
+        self._values, self._sharing, self.seen, self.asked, self.softmaxes = {}, {}, [], [], {}
 
     def _keep(self, value: Value) -> Value:
         self.seen.append(value)
         self._values[id(value.tensor)] = value
-        of_memory = self._sharing.setdefault(_memory_of(value.tensor), {})
+        of_memory = self._sharing.setdefault(memory_of(value.tensor), {})
         of_memory[id(value.tensor)] = value.tensor
         return value
 
@@ -99,7 +100,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func in _DECOMPOSED or (func is _PRODUCT and _are_complex(*args)):
             with self:
-                return _DECOMPOSED.get(func, _product_of_complex)(*args, **kwargs)
+                out = _DECOMPOSED.get(func, _product_of_complex)(*args, **kwargs)
+            if func is torch.ops.aten._softmax.default and args[1] in (-1, args[0].dim() - 1):
+                self.softmaxes[self.value(out)] = self.value(args[0])
+            return out
         values_of = {name: self._given(each) for name, each in kwargs.items()}
         node = Node(func, self._given(args), values_of)
         node.module = self.inside[-1] if self.inside else None
@@ -110,7 +114,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node.outs = values
         if func._schema.is_mutable:
             for value in values:
-                for each in [*self._sharing[_memory_of(value.tensor)].values()]:
+                for each in [*self._sharing[memory_of(value.tensor)].values()]:
                     if each is not value.tensor:
                         self._keep(Value(each, Node(None, (self.value(each), value), {})))
         return out
@@ -169,5 +173,6 @@ _DECOMPOSED: dict[Any, Any] = {
 _PRODUCT = torch.ops.aten.mul.Tensor
 
 
-def _memory_of(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory, which others may share."""
     return tensor.untyped_storage().data_ptr()

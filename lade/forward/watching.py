@@ -29,8 +29,8 @@ from lade.compat.attempts import Attempt
 from lade.compat.view import HOOKED, apart, with_attention, with_eager_experts, wraps_own_forward
 from lade.forward.comparing import UnsupportedForwardError, require
 from lade.forward.packed import PackedConv1D, PackedEmbedding, PackedLinear, PackedStack
-from lade.forward.trace import Trace, Value
-from lade.forward.written import written_in
+from lade.forward.trace import Trace, Value, memory_of
+from lade.forward.written import Attended, written_in
 from lade.machine.generators import are_random_states, put_back, random_states
 from lade.targets.masks import FULL, AttentionSpan
 
@@ -45,9 +45,6 @@ SDPA, _MASKS = AttentionInterface()["sdpa"], AttentionMaskInterface()
 # From a batch row, a head, a query and a key, as tensors of indices, to whether it is seen.
 _Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _MOST_KEYS = 2**20  # of a text, that masks are asked about
-# The masks of a forward that is watched, with the functions that made them.
-_masks: ContextVar[list[tuple[Tensor, _Sees]]] = ContextVar("masks")
-_trace: ContextVar[Trace] = ContextVar("trace")  # of that forward
 
 # Numbers that are drawn; a prime, so that rows of matrices differ. Larger stand-ins repeat them.
 _PERIOD = 262_139
@@ -58,6 +55,23 @@ _GAIN = 2.0  # so that activations see more than their linear parts
 _MOST_ASKED = 2**12  # numbers of a buffer; a larger one holds a table
 #: Linear layers that a plan may have.
 PRODUCTS = (nn.Linear, PackedLinear, Conv1D, PackedConv1D)
+
+
+class _Noted(NamedTuple):
+    """What is noted of a forward while it is watched."""
+
+    trace: Trace
+    masks: list[tuple[Tensor, _Sees]]  # with the functions that made them
+    attended: list[Attended]  # by functions, not those that a model writes out
+
+
+_noted: ContextVar[_Noted] = ContextVar("noted")
+
+
+def _note_anew() -> _Noted:
+    noted = _Noted(Trace(), [], [])
+    _noted.set(noted)
+    return noted
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -74,18 +88,6 @@ class Called(NamedTuple):
     given: list[Value]  # the tensors among its arguments, as they were when it began
     made: list[Value]  # the tensors that it gave
     seen: slice  # what was seen meanwhile, in the trace
-
-
-class Attended(NamedTuple):
-    """Inputs and output of an attention."""
-
-    module: nn.Module
-    query: Value
-    key: Value
-    value: Value
-    out: Value
-    mask: Any
-    kwargs: dict[str, Any]
 
 
 class Watched(NamedTuple):
@@ -107,7 +109,7 @@ class Watched(NamedTuple):
         self.calls.clear()
         self.attended.clear()
         self.trace.forget()
-        _trace.set(Trace())  # modules may have run since
+        _note_anew()  # modules may have run since
         for module in [*self.view.modules()]:
             vars(module).clear()
 
@@ -115,12 +117,12 @@ class Watched(NamedTuple):
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend as `sdpa`, and note the inputs in the watched view's module."""
+    """Attend as `sdpa`, and note the inputs."""
     kept = {name: each for name, each in kwargs.items() if name in ("scaling", "is_causal")}
     out, _ = SDPA(module, query, key, value, attention_mask, **kept)
-    noted = vars(module).setdefault(_WATCHED, [])
-    of = (*map(_trace.get().value, (query, key, value, out)), attention_mask, kwargs)
-    noted.append(Attended._make((module, *of)))
+    noted = _noted.get()
+    values = map(noted.trace.value, (query, key, value, out))
+    noted.attended.append(Attended._make((module, *values, attention_mask, kwargs)))
     return out, None
 
 
@@ -128,7 +130,7 @@ def _mask(make: Any, *args: Any, mask_function: _Sees, **kwargs: Any) -> Tensor:
     """Return a mask of an implementation, and note the function that tells what a query sees."""
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     made: Tensor = make(*args, mask_function=mask_function, **kwargs)
-    _masks.get().append((made, mask_function))
+    _noted.get().masks.append((made, mask_function))
     return made
 
 
@@ -167,15 +169,16 @@ def watch(
     begun: list[tuple[list[Value], int]] = []
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-        _trace.get().inside.append(module)
-        given = [*map(_trace.get().value, tensors_of((args, kwargs)))]
-        begun.append((given, len(_trace.get().seen)))
+        trace = _noted.get().trace
+        trace.inside.append(module)
+        begun.append(([*map(trace.value, tensors_of((args, kwargs)))], len(trace.seen)))
 
     def note(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        _trace.get().inside.pop()
-        made = [*map(_trace.get().value, tensors_of(out))]
+        trace = _noted.get().trace
+        trace.inside.pop()
+        made = [*map(trace.value, tensors_of(out))]
         given, first = begun.pop()
-        seen = slice(first, len(_trace.get().seen))
+        seen = slice(first, len(trace.seen))
         calls.setdefault(module, []).append(Called(args, kwargs, out, given, made, seen))
         kinds.add((module, type(module)))
 
@@ -217,12 +220,8 @@ def watch(
     for numbers in ways:
         positions = torch.tensor([numbers], dtype=torch.int64, device="cpu")
         calls.clear()
-        masks: list[tuple[Tensor, _Sees]] = []
-        _masks.set(masks)
-        attended = [vars(module).pop(_WATCHED, ()) for module in view.modules()]
-        trace = Trace()
-        _trace.set(trace)
         begun.clear()
+        trace, masks, attended = _note_anew()
         with Attempt() as attempt, trace:
             output = view(**inputs, position_ids=positions)
             break
@@ -230,18 +229,13 @@ def watch(
     if training and not are_random_states(model.device, states):  # such as dropout
         put_back(model.device, states)
         raise UnsupportedForwardError("it is in training mode, and draws random numbers")
-    attended = [each for module in view.modules() for each in vars(module).get(_WATCHED, ())]
     if not attended and attention == _WATCHED:
         return watch(model, is_other=is_other, is_later=is_later, attention=_WRITTEN)
-    if not attended:
-        for each in written_in(trace, [mask for mask, _ in masks]):
-            settings = {"scaling": each.scaling, "is_causal": True}
-            attended.append(Attended._make((*each[:-1], settings)))
+    attended = attended or [*written_in(trace, [mask for mask, _ in masks])]
     for module in view.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
-    _masks.set([])
-    _trace.set(Trace())
+    _note_anew()
     # As PEFT parametrizes what adapters add to, while they run.
     is_usual = all(type(module) is kind for module, kind in kinds)
     require(is_usual, "a module has another class while it runs")
@@ -262,11 +256,11 @@ def _spans_of(
     The functions that made its masks are asked. A window may be of thousands of tokens, more than
     a forward of a check can have.
     """
-    made = {_memory_of(mask): sees for mask, sees in masks}
+    made = {memory_of(mask): sees for mask, sees in masks}
     known: dict[Any, AttentionSpan] = {}
     found = []
     for each in attended:
-        sees = None if each.mask is None else made.get(_memory_of(each.mask))
+        sees = None if each.mask is None else made.get(memory_of(each.mask))
         require(each.mask is None or sees is not None, "its masks are made in another way")
         if sees is None:
             found.append(FULL)
@@ -276,10 +270,6 @@ def _spans_of(
                 known[sees] = _span_of(sees, numbers)
         found.append(known[sees])
     return found
-
-
-def _memory_of(mask: Tensor) -> int:
-    return mask.untyped_storage().data_ptr()
 
 
 class _Beyond(TorchFunctionMode):

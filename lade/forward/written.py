@@ -13,25 +13,25 @@ from torch import Tensor, nn
 
 from lade.forward.comparing import UnsupportedForwardError, require
 from lade.forward.operators import MOVES
-from lade.forward.trace import Trace, Value
+from lade.forward.trace import Trace, Value, memory_of
 
 _PRODUCTS = "bmm", "baddbmm"
 _HIDDEN = -1e30  # a score of at most this has no weight
 
 
-class Scores(NamedTuple):
-    """An attention: the numbers of heads [1, heads, tokens, size], and how scores are made."""
+class Attended(NamedTuple):
+    """An attention: numbers of heads [1, heads, tokens, size], and how scores are made."""
 
-    module: nn.Module  # in whose forward it is written
+    module: nn.Module  # in whose forward it runs
     query: Value
     key: Value  # [1, key heads, tokens, size], as `value`
     value: Value
-    out: Value  # [heads, tokens, size]
-    mask: Tensor  # as transformers made it
-    scaling: float
+    out: Value  # the result; [heads, tokens, size] where it is written out
+    mask: Any  # as transformers made it
+    kwargs: dict[str, Any]  # as transformers' functions of attention take them
 
 
-def written_in(trace: Trace, masks: Sequence[Tensor]) -> Iterator[Scores]:
+def written_in(trace: Trace, masks: Sequence[Tensor]) -> Iterator[Attended]:
     """Yield the attentions that a forward wrote out.
 
     Args:
@@ -41,29 +41,28 @@ def written_in(trace: Trace, masks: Sequence[Tensor]) -> Iterator[Scores]:
     Raises:
         UnsupportedForwardError: an attention does more than multiply scores and mask them.
     """
-    memory = {mask.untyped_storage().data_ptr(): mask for mask in masks}
+    memory = {memory_of(mask): mask for mask in masks}
     for out in trace.made_by("bmm"):
         node: Any = out.node
         weights, values = node.ins
-        scores = _before_softmax(_before(weights))
-        if scores is None or node.module is None or not _is_of_product(scores):
+        scores = trace.softmaxes.get(_before(weights))
+        if scores is None or node.module is None:
             continue
         try:
-            yield Scores(node.module, *_read(scores, values, out, memory))
+            yield Attended(node.module, *_read(scores, values, out, memory))
         except UnsupportedForwardError as error:
             raise UnsupportedForwardError(f"{type(node.module).__name__}: {error}") from None
 
 
-def _read(
-    scores: Value, values: Value, out: Value, memory: dict[int, Tensor]
-) -> tuple[Value, Value, Value, Value, Tensor, float]:
-    """Return the inputs of an attention, its mask and its scaling."""
+def _read(scores: Value, values: Value, out: Value, memory: dict[int, Tensor]) -> tuple[Any, ...]:
+    """Return the inputs of an attention, its result, its mask and its settings."""
     scaling, found = 1.0, list[Tensor]()
-    node: Any = (scores := _before(scores)).node
-    while node.name not in _PRODUCTS:
+    node: Any
+    while (node := (scores := _before(scores)).node) is None or node.name not in _PRODUCTS:
+        require(node is not None, "its scores are no product")
         if node.name in ("mul", "div") and not node.kwargs:
             numbers = [*map(_number, node.args)]
-            scores = next((x for x in node.ins if _is_of_product(x)), node.ins[0])
+            scores = next((x for x in node.ins if _number(x) is None), node.ins[0])
             (factor,) = (
                 x for x, each in zip(numbers, node.args, strict=True) if each is not scores
             )
@@ -82,92 +81,57 @@ def _read(
             require(is_known and len(added) == 1, f"torch's {node.name} changes scores")
             scores = next(x for mask, x in masks if mask is None)
             found += added
-        node = (scores := _before(scores)).node
-        require(node is not None, "its scores are no product")
     query, key = node.ins[-2:]
     is_plain = node.name == "bmm" or _number(node.ins[0]) == 0
     require(is_plain, "torch's baddbmm adds to scores")
     require(len(found) == 1, f"it adds {len(found)} masks of transformers to scores")
     multiplied = query.tensor, key.tensor.transpose(1, 2), values.tensor
     of_heads = [*map(_of_heads, (query, key, values), multiplied)]
-    return *of_heads, out, found[0], scaling * node.kwargs.get("alpha", 1)
+    settings = {"scaling": scaling * node.kwargs.get("alpha", 1), "is_causal": True}
+    return *of_heads, out, found[0], settings
+
+
+def _sources(value: Value) -> Iterator[Value]:
+    """Yield a value, what it is a move of, what that is a move of, and so on."""
+    yield value
+    while value.node is not None and value.node.name in MOVES:
+        value = value.node.ins[0]
+        yield value
 
 
 def _before(value: Value) -> Value:
     """Return what a value has all numbers of, in their order."""
-    node = value.node
-    while node is not None and node.name in MOVES:
-        given = node.ins[0]
+    for given in _sources(value):
         is_kept = given.tensor.dtype == value.tensor.dtype and given.tensor.is_contiguous()
         same = math.prod(given.shape) == math.prod(value.shape) and value.tensor.is_contiguous()
         if not (is_kept and same and given.shape[-2:] == value.shape[-2:]):
             break
-        value, node = given, given.node
+        value = given
     return value
 
 
 def _number(value: Any) -> float | None:
     """Return a number, or the one that all numbers of a value are; None for several."""
-    while type(value) is Value:
-        if value.number is not None:
-            return value.number
-        if value.node is None or value.node.name not in MOVES:
-            return None
-        value = value.node.ins[0]
-    return float(value)
-
-
-def _before_softmax(value: Value) -> Value | None:
-    """Return what a softmax along the last axis is of, as `trace` has its steps; or None."""
-    steps = list[Value]()
-    for name, mixing in (("div", "sum"), ("exp", ""), ("sub", "amax")):
-        node = value.node
-        if node is None or node.name != name:
-            return None
-        given, *others = node.ins
-        if mixing:
-            of = others[0].node if others else None
-            is_last = of is not None and of.args[1] in (-1, [-1], len(given.shape) - 1)
-            if of is None or of.name != mixing or of.ins != [given] or not is_last:
-                return None
-        value = given
-        steps.append(value)
-    return steps[-1]
-
-
-def _is_of_product(value: Value) -> bool:
-    """Return whether numbers are made of a product of matrices."""
-    todo, seen = [value], set[Value]()
-    while todo:
-        each = todo.pop()
-        if each.node is None or each in seen:
-            continue
-        if each.node.name in _PRODUCTS:
-            return True
-        seen.add(each)
-        todo += each.node.ins
-    return False
+    if type(value) is not Value:
+        return float(value)
+    return next((x.number for x in _sources(value) if x.number is not None), None)
 
 
 def _mask_of(value: Value, memory: dict[int, Tensor]) -> Tensor | None:
     """Return the mask that a value shows as it is, if transformers made it."""
-    while value.node is not None and value.node.name in MOVES:
-        value = value.node.ins[0]
-    return memory.get(value.tensor.untyped_storage().data_ptr())
+    *_, first = _sources(value)
+    return memory.get(memory_of(first.tensor))
 
 
 def _of_heads(value: Value, wanted: Tensor) -> Value:
     """Return the value [1, heads, tokens, size] whose numbers, or copies, a product gets."""
-    each, found = value, None
-    while True:
+    found = None
+    for each in _sources(value):
         shape = each.tensor.shape
         if len(shape) == 4 and shape[0] == 1 and shape[2:] == wanted.shape[1:]:
             times = len(wanted) // shape[1]
             if torch.equal(each.tensor[0].repeat_interleave(times, dim=0), wanted):
                 found = each
-        if each.node is None or each.node.name not in MOVES:
-            break
-        each = each.node.ins[0]
     if found is None:
         raise UnsupportedForwardError("its heads are not the first axis of what it multiplies")
     return found

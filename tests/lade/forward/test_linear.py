@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from lade.forward.linear import Products, kernels
+from lade.forward.linear import kernels, product
 from lade.forward.packed import PackedConv1D, PackedLinear
 from lade.forward.workers import run_job
 from tests.lade.forward.lanes import kernels_with
@@ -30,10 +30,10 @@ def no_grad() -> Any:
         yield
 
 
-def made() -> Products:
+def made(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     found = kernels()
     assert found is not None
-    return Products(*found)
+    return product(*found, inputs, weight, bias)
 
 
 def apart(result: Tensor, exact: Tensor) -> float:
@@ -49,7 +49,7 @@ def test_results_are_as_exact_as_those_of_torch(size: tuple[int, int]) -> None:
         errors = []
         for num_rows in (1, 2, 3, 4, 7, 9):
             rows = inputs[:, :num_rows].clone()
-            pair = made().product(rows, weight, of_bias), linear(rows, weight, of_bias)
+            pair = made(rows, weight, of_bias), linear(rows, weight, of_bias)
             assert pair[0].shape == pair[1].shape
             errors.append([float((each - exact[:, :num_rows]).abs().max()) for each in pair])
         most = exact.abs().max()  # of all rows: one sum alone may be nearly 0
@@ -63,19 +63,19 @@ def test_vectors_of_either_length_give_the_same(
     num_lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of this machine are one of the two, and rows need not end where a vector does."""
-    products = Products(kernels_with(num_lanes, tmp_path, monkeypatch), run_job)
+    of_lanes = kernels_with(num_lanes, tmp_path, monkeypatch)
     for num_inputs, num_rows in itertools.product((16, 31, 48, 592, 1040, 2049), (1, 3, 64, 130)):
         inputs, weight = torch.randn(num_rows, num_inputs), torch.randn(50, num_inputs)
         exact = linear(inputs.double(), weight.double())
-        assert apart(products.product(inputs, weight, None), exact) <= 4 * 2**-23
+        assert apart(product(of_lanes, run_job, inputs, weight, None), exact) <= 4 * 2**-23
 
 
 def test_inputs_may_lie_anywhere() -> None:
     weight, many = torch.randn(300, 256), torch.randn(6, 5, 512)
     every_other = many.as_strided((6, 5, 256), (5 * 512, 512, 2))
     for inputs in (many[:, -1:, :256], many[..., 256:], every_other, many[:, :, :256].mT.mT):
-        got = made().product(inputs, weight, None)
-        assert torch.equal(got, made().product(inputs.clone().contiguous(), weight, None))
+        got = made(inputs, weight, None)
+        assert torch.equal(got, made(inputs.clone().contiguous(), weight, None))
         assert apart(got, linear(inputs.double(), weight.double())) < 1e-5
 
 
@@ -86,7 +86,7 @@ def test_infinity_and_nan_pass(dtype: torch.dtype, special: float) -> None:
     layer.weight[3, 5] = special
     inputs = torch.randn(4, 64)
     if dtype is torch.float32:
-        got = made().product(inputs, layer.weight, None)
+        got = made(inputs, layer.weight, None)
     else:
         got = PackedLinear(nn.Parameter(layer.weight.to(dtype)), 0, 64)(inputs)
     wanted = linear(inputs, layer.weight.to(dtype).float())
