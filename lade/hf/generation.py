@@ -28,7 +28,6 @@ from lade.probing.profile import Profiles
 from lade.probing.proof import VerificationError
 from lade.stats import DecodeStats
 from lade.targets.base import Target
-from lade.targets.rows import RowsTarget
 
 
 class GenerateOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
@@ -104,8 +103,7 @@ class Generation:
         if self._reuse is not None:
             self._keep(self._reuse, batch.rows[0].token_ids, target)
         elif gives_cache:
-            if isinstance(target, RowsTarget):
-                stats.num_steps += target.fill(batch)
+            stats.num_steps += target.fill(batch)
             self._cache = target.hand_over(self._cache)
         target.release()
         call.profile.is_warm = True

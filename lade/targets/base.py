@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lade.batch import Batch
 from lade.config import Execution, Verification
 from lade.engine.engine import EngineCall
 from lade.errors import UnsupportedOptionError
@@ -135,6 +136,10 @@ class Target(ABC):
 
     def select(self, rows: Sequence[int]) -> None:  # noqa: B027
         """Continue with some rows of the batch only, given by their ascending indices."""
+
+    def fill(self, batch: Batch) -> int:
+        """Run the padding of rows that ended early, as `generate` does; return the forwards."""
+        return 0
 
     def close(self) -> None:  # noqa: B027
         """Restore the settings of the caller's cache; called once, also after an error."""

@@ -241,7 +241,7 @@ class RowsTarget(Target):
         self._rows = [self._all[row] for row in rows]
 
     def fill(self, batch: Batch) -> int:
-        """Run the padding of rows that ended early, as `generate` does; return the forwards."""
+        """Run the padding of rows that ended early; return the number of forwards."""
         self._part()
         num_forwards, most = 0, MOST_AT_ONCE
         for target, row, start in zip(self._all, batch.rows, self._starts, strict=True):
