@@ -86,6 +86,7 @@ def load(
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
+        from lade.compat import end_tokens
         from lade.drafting.tables import path_beside
 
     usual = "cuda" if torch.cuda.is_available() else "cpu"
@@ -125,9 +126,9 @@ def load(
             model = model.eval()
             path_beside(model, fetches=True)  # calls look on this machine alone
     defaults = model.generation_config
-    if defaults.pad_token_id is None and (eos := defaults.eos_token_id) is not None:
+    if defaults.pad_token_id is None and (ends := end_tokens(defaults)):
         # What transformers would choose, too, with a line in each call that says so.
-        defaults.pad_token_id = eos[0] if isinstance(eos, list) else eos
+        defaults.pad_token_id = ends[0]
     return LoadedModel(model, tokenizer, chosen)
 
 
@@ -212,6 +213,11 @@ def gguf_in(name: str | Path) -> Path | None:
         names = ", ".join(each.name for each in files)
         raise UserError(f"expected one GGUF file in {path}, or the name of one, got {names}")
     return files[0] if files else None
+
+
+def gguf_of(loaded: LoadedModel) -> Path | None:
+    """Return the GGUF file that a model was loaded from, if it was."""
+    return gguf_in(loaded.name) or gguf_in(loaded.model.config.name_or_path or loaded.name)
 
 
 def find_model(model: str | None) -> str:

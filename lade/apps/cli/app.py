@@ -191,8 +191,12 @@ def bench(
     """
     from lade.apps.bench.prompts import DEMO_PROMPTS, read_prompts
 
-    if rivals and temperature > 0:
-        raise UserError("--rivals decodes greedily, so it does not go with --temperature")
+    if rivals:
+        if temperature > 0:
+            raise UserError("--rivals decodes greedily, so it does not go with --temperature")
+        from lade.apps.bench.rivals import installed  # imports torch
+
+        installed()  # an error comes before a model is loaded
     settings, how = Settings(max_new_tokens, temperature), {"file": json, "has_rivals": rivals}
     _measure(read_prompts(prompts or DEMO_PROMPTS), settings, loading, **how)
 

@@ -103,11 +103,13 @@ def test_bench_has_engines_that_read_the_same_file(
         return run("bench", *given, *options).err
 
     assert "does not go with --temperature" in refused("--temperature", "1")
-    assert "--rivals needs a GGUF file" in refused()
-    monkeypatch.setattr(f"{module}.gguf_in", lambda _: tmp_path / "model.gguf")
     monkeypatch.setattr(f"{module}.find_spec", lambda _: None)
-    assert "pip install openvino-genai llama-cpp-python" in refused()
+    why = refused()  # before the model is loaded
+    assert "pip install openvino-genai llama-cpp-python" in why
+    assert "Loading" not in why
     monkeypatch.setattr(f"{module}.find_spec", lambda _: True)
+    assert "--rivals needs a GGUF file" in refused()
+    monkeypatch.setattr(f"{module}.gguf_of", lambda _: tmp_path / "model.gguf")
     other = SimpleNamespace(start=start, module="other", package="other")
     monkeypatch.setattr(f"{module}.RIVALS", {"other": other})
     done, results = measured(folder, tmp_path / "x.json", "--prompts", prompts, "--rivals")
