@@ -105,7 +105,7 @@ def load(
     source = source_of(chosen, progress)
     file = gguf_in(source)
     tell(f"Loading {chosen}")
-    tokenizer = load_tokenizer(chosen, trust_remote_code=trust_remote_code)
+    tokenizer = _tokenizer_of(chosen, source, trust_remote_code)
     # Weights go to where they are used, not by way of this machine's memory.
     options: dict[str, Any] = {} if there.type == "cpu" else {"device_map": {"": there}}
     options |= {"trust_remote_code": trust_remote_code}
@@ -180,11 +180,14 @@ def load_tokenizer(
     name: str | None, *, trust_remote_code: bool = False, progress: Progress | None = None
 ) -> Any:
     """Load the tokenizer of a model alone, named as for `load`; weights are not needed."""
+    chosen = find_model(name)
+    return _tokenizer_of(chosen, source_of(chosen, progress), trust_remote_code)
+
+
+def _tokenizer_of(name: str, source: str, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
-    chosen = find_model(name)
-    source = source_of(chosen, progress)
-    with _telling_why(chosen):
+    with _telling_why(name):
         file = gguf_in(source)
         if file is not None:
             if not any((file.parent / name).is_file() for name in _TOKENIZERS):
