@@ -39,7 +39,7 @@ class Turn:
     is_alone: bool  # whether no pool and no kept prefix of earlier answers helped
     prompt_ids: list[int]  # tokens of the whole conversation before it
     pieces: list[Piece] = field(default_factory=list)  # text of the answer, thinking included
-    steps: list[Step] = field(default_factory=list)  # one for each forward pass, the prompt's first
+    token_ids: list[int] = field(default_factory=list)  # its end and thinking included
     first_token_sec: float | None = None  # None before the first token
     sec: float = 0.0  # of the whole answer, the prompt included
     is_complete: bool = False  # the model ended it, and it was not stopped
@@ -53,20 +53,9 @@ class Turn:
         return text.lstrip("\n") if any(piece.is_thinking for piece in self.pieces) else text
 
     @property
-    def token_ids(self) -> list[int]:
-        """The answer's tokens, its end and thinking included."""
-        return [token_id for step in self.steps for token_id in step.token_ids]
-
-    @property
     def tokens_per_sec(self) -> float:
         """Tokens per second of the whole answer, the prompt's time included."""
         return len(self.token_ids) / self.sec if self.sec > 0 else 0.0
-
-    @property
-    def mean_accepted_tokens(self) -> float:
-        """MAT: tokens committed per step after the prompt's; plain decoding is 1.00."""
-        steps = self.steps[1:]
-        return sum(len(step.token_ids) for step in steps) / len(steps) if steps else 0.0
 
     def figures(self) -> list[str]:
         """Return notes about the answer, the most important first."""
@@ -74,7 +63,8 @@ class Turn:
         parts = ["stopped"] * (not self.is_complete) + ["plain"] * self.is_plain
         parts.append(f"{num_tokens:,} token{'s' * (num_tokens != 1)}")
         parts += [f"{self.tokens_per_sec:.1f} tokens a second"]
-        parts += [f"{self.mean_accepted_tokens:.2f} tokens a step"]
+        per_step = 1.0 if self.stats is None else self.stats.mean_accepted_tokens
+        parts += [f"{per_step:.2f} tokens a step"]
         if self.first_token_sec is not None:
             parts.append(f"the first after {self.first_token_sec:.1f} s")
         if self.stats and (num_kept := self.stats.num_reused_tokens):
@@ -204,7 +194,7 @@ class Conversation:
         def take(step: Step) -> None:
             turn.sec = perf_counter() - begin
             turn.first_token_sec = turn.first_token_sec or turn.sec
-            turn.steps.append(step)
+            turn.token_ids += step.token_ids
             for index, token_id in enumerate(step.token_ids):
                 put(stream.put(token_id, index < step.num_accepted))
 
