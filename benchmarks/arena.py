@@ -29,6 +29,7 @@ from lade.apps.cli.bench import describe_model
 from lade.apps.cli.generate import encode_prompts
 from lade.budget.budget import Budget
 from lade.budget.seconds import Seconds
+from lade.compat import end_tokens
 from lade.drafting.drafter import Drafter
 from lade.drafting.drafts import draft_of
 from lade.drafting.sources import PoolDrafter
@@ -215,8 +216,7 @@ def run(
         for name in methods
         for size in (draft_sizes if name in RIVALS else sizes)
     ]
-    ends = loaded.model.generation_config.eos_token_id
-    ends = {ends} if isinstance(ends, int) else {*(ends or ())}
+    ends = {*end_tokens(loaded.model.generation_config)}
     lengths, num_loops = list[int](), 0
     inputs = [*encode_prompts(loaded, [each.text for each in chosen.prompts], num_new)]
     with Keeping(lengths) as kept, progress_bar() as bars, torch.inference_mode():

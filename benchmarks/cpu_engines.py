@@ -29,9 +29,10 @@ from lade.apps.bench.methods import new_rows
 from lade.apps.bench.rivals import RIVALS, Start
 from lade.apps.cli.bench import describe_model
 from lade.apps.cli.generate import encode_prompts
+from lade.compat import end_tokens
 from lade.forward.packed import formats_of
 from lade.models import LoadedModel, encode
-from lade.models.loading import gguf_in
+from lade.models.loading import gguf_of
 from lade.models.settings import Settings
 
 #: What is published of a method: sums over all prompts, divided; medians, of speeds over plain's
@@ -92,9 +93,8 @@ def elsewhere(
         return process.submit(ask, name, start, token_ids, max_new_tokens).result()
 
     for name in names:
-        source = loaded.model.config.name_or_path or loaded.name
         is_packed = bool(formats_of(loaded.model))  # else lade has dequantized weights
-        read = (gguf_in(loaded.name) or gguf_in(source)) if is_packed else None
+        read = gguf_of(loaded) if is_packed else None
         path = read or folder / f"{name}.gguf"
         if read is None:
             write_gguf(loaded.model, loaded.tokenizer, path, RIVALS[name].dtype or start.dtype)
@@ -159,8 +159,7 @@ def run(loaded: LoadedModel, chosen: Chosen, max_new_tokens: int, file: Path | N
     dtype, threads = described["dtype"], described["threads"]
     names = [name for name in RIVALS if name not in left_out]
     num_tokens = max(each["input_ids"].shape[1] for each in inputs) + max_new_tokens
-    ends = loaded.model.generation_config.eos_token_id
-    eos = (ends,) if isinstance(ends, int) else tuple(ends or ())
+    eos = end_tokens(loaded.model.generation_config)
     options = Settings(max_new_tokens).options()
     start = Start("", dtype, threads, num_tokens, eos, drafts=False)
     with ExitStack() as stack, progress_bar() as bar:

@@ -71,7 +71,7 @@ _ENGINES = {
     "pool_prewarmed": "**lade**, one pool for all, after `lade prewarm`",
 }
 _ARENA = "results/arena"  # what is plotted
-_MODELS = {"smollm2-135m-instruct": "SmolLM2-135M-Instruct", "gemma-3-270m": "Gemma 3 270M"}
+_MODELS = {"smollm2-135m-instruct": "SmolLM2-135M-Instruct"}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -43,8 +43,7 @@ def terminal() -> None:
 
     loaded = lade.models.load(dtype="float32")  # where both write the same
     for is_plain in (True, False):  # checks of the model and compiling are no part of an answer
-        for _ in Conversation(loaded, settings=Settings(8)).answer("Hi", is_plain=is_plain):
-            pass
+        Conversation(loaded, settings=Settings(8)).answer("Hi", str, is_plain=is_plain)
     conversation = Conversation(loaded, settings=Settings(max_new_tokens=128))
     console = Console(
         record=True,

@@ -44,7 +44,7 @@ class ContextLengthError(LadeError, ValueError):
 
 
 class ModelFetchError(LadeError):
-    """An embedded model could not be fetched, checked, read or stored."""
+    """The embedded model could not be fetched, checked, read or stored."""
 
 
 class MissingExtraError(LadeError, ImportError):

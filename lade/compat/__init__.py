@@ -97,6 +97,12 @@ def dtype_of(model: Model) -> torch.dtype:
     return found
 
 
+def end_tokens(config: Any) -> tuple[int, ...]:
+    """Return the tokens that end a text, of a generation config: one, several or none."""
+    ends = config.eos_token_id
+    return (ends,) if isinstance(ends, int) else tuple(ends or ())
+
+
 @cache
 def start_compiler() -> None:
     """Compile something: at first, torch changes `nn.Module`, after which all models look new."""

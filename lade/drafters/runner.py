@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from lade.compat import CACHE, Model
+from lade.compat import CACHE, Model, end_tokens
 from lade.drafting.drafts import chain
 from lade.errors import UnsupportedModelError
 from lade.probing.factory import VerificationPlan
@@ -80,8 +80,7 @@ class Assistant:
     ) -> Any:
         """Decode greedily, until a token ends the text or is less sure than the threshold."""
         token_ids, scores = input_ids[0].tolist(), list[Tensor]()
-        ends = generation_config.eos_token_id
-        ends = [ends] if isinstance(ends, int) else ends or []
+        ends = end_tokens(generation_config)
         processors = LogitsProcessorList(logits_processor or ())
         threshold = generation_config.assistant_confidence_threshold or 0.0
         while len(scores) < max_new_tokens:

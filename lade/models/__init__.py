@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer, including embedded models from the package index.
+"""Loading a model and its tokenizer, including the embedded model from the package index.
 
 For the command line, the examples and the benchmarks; decoding does not need it, and takes any
 model, however loaded.

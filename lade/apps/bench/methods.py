@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lade.compat import end_tokens
 from lade.config import Config
 from lade.drafting.drafter import Drafter
 from lade.hf.api import generate
@@ -117,8 +118,7 @@ METHODS: dict[str, Callable[[], Method]] = {
 
 def new_rows(model: Any, sequences: Tensor, num_prompt_tokens: int) -> list[list[int]]:
     """Return the new tokens of each row, up to and including its first EOS."""
-    eos_token_id = model.generation_config.eos_token_id
-    ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
+    ends = end_tokens(model.generation_config)
     rows: list[list[int]] = sequences[:, num_prompt_tokens:].tolist()
     lengths = [next((i + 1 for i, t in enumerate(row) if t in ends), len(row)) for row in rows]
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]

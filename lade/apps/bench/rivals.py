@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from lade.apps.bench.methods import Answer, Method, timed
+from lade.compat import end_tokens
 from lade.errors import UserError
-from lade.models.loading import LoadedModel, gguf_in
+from lade.models.loading import LoadedModel, gguf_of
 from lade.stats import DecodeStats
 
 _LLAMA_CPP_TOKENS = 2  # to draft: what llama-cpp-python's page advises on CPUs
@@ -112,6 +113,19 @@ RIVALS = {
 }
 
 
+def installed() -> dict[str, GgufEngine]:
+    """Return the engines that are installed, by name.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = {name: each for name, each in RIVALS.items() if find_spec(each.module) is not None}
+    if not found:
+        packages = " ".join(each.package for each in RIVALS.values())
+        raise UserError(f"--rivals needs another engine: pip install {packages}")
+    return found
+
+
 def beside_rivals(loaded: LoadedModel, num_tokens: int) -> dict[str, Callable[[], Method]]:
     """Return makers of methods for the engines that are installed, each without and with lookup.
 
@@ -124,19 +138,13 @@ def beside_rivals(loaded: LoadedModel, num_tokens: int) -> dict[str, Callable[[]
     Raises:
         UserError: the model is of no GGUF file, or no engine is installed.
     """
-    source = loaded.model.config.name_or_path or loaded.name
-    path = gguf_in(loaded.name) or gguf_in(source)
+    path = gguf_of(loaded)
     if path is None:
         raise UserError(f"--rivals needs a GGUF file, which all engines read, got {loaded.name}")
-    found = {name: each for name, each in RIVALS.items() if find_spec(each.module) is not None}
-    if not found:
-        packages = " ".join(each.package for each in RIVALS.values())
-        raise UserError(f"--rivals needs another engine: pip install {packages}")
-    ends = loaded.model.generation_config.eos_token_id
-    eos = (ends,) if isinstance(ends, int) else tuple(ends or ())
+    eos = end_tokens(loaded.model.generation_config)
     begin = Start(str(path), "float32", torch.get_num_threads(), num_tokens, eos, drafts=False)
     methods: dict[str, Callable[[], Method]] = {}
-    for name, rival in found.items():
+    for name, rival in installed().items():
         for drafts in (False, True):
             started = cache(partial(rival.start, begin._replace(drafts=drafts)))
             methods[f"{name}_lookup" if drafts else name] = partial(_method, started)

@@ -1,16 +1,11 @@
-"""`Conversation`: messages, and answers to them piece by piece; `Turn`: one answer.
-
-It prints nothing. The model answers in another thread, so that a caller who waits for a piece can
-be interrupted at once.
-"""
+"""`Conversation`: messages, and answers to them piece by piece; `Turn`: one answer."""
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
-from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
 
@@ -33,8 +28,6 @@ from ngram_pool.writing import write_whole
 # An answer ends after this many repeated tokens: lists and tables that users ask for repeat fewer.
 # Tokens between two searches for a loop; a search takes a tenth of a millisecond.
 _LOOP_TOKENS, _LOOKS_EVERY = 320, 16
-# The thread of an answer passes on steps, and at the end statistics, None or an error.
-_Made = Step | DecodeStats | BaseException | None
 
 
 @dataclass(slots=True)
@@ -46,7 +39,7 @@ class Turn:
     is_alone: bool  # whether no pool and no kept prefix of earlier answers helped
     prompt_ids: list[int]  # tokens of the whole conversation before it
     pieces: list[Piece] = field(default_factory=list)  # text of the answer, thinking included
-    steps: list[Step] = field(default_factory=list)  # one for each forward pass, the prompt's first
+    token_ids: list[int] = field(default_factory=list)  # its end and thinking included
     first_token_sec: float | None = None  # None before the first token
     sec: float = 0.0  # of the whole answer, the prompt included
     is_complete: bool = False  # the model ended it, and it was not stopped
@@ -60,25 +53,9 @@ class Turn:
         return text.lstrip("\n") if any(piece.is_thinking for piece in self.pieces) else text
 
     @property
-    def token_ids(self) -> list[int]:
-        """The answer's tokens, its end and thinking included."""
-        return [token_id for step in self.steps for token_id in step.token_ids]
-
-    @property
     def tokens_per_sec(self) -> float:
         """Tokens per second of the whole answer, the prompt's time included."""
         return len(self.token_ids) / self.sec if self.sec > 0 else 0.0
-
-    @property
-    def mean_accepted_tokens(self) -> float:
-        """MAT: tokens committed per step after the prompt's; plain decoding is 1.00."""
-        steps = self.steps[1:]
-        return sum(len(step.token_ids) for step in steps) / len(steps) if steps else 0.0
-
-    def noted(self, pieces: list[Piece]) -> list[Piece]:
-        """Add pieces, and return them."""
-        self.pieces += pieces
-        return pieces
 
     def figures(self) -> list[str]:
         """Return notes about the answer, the most important first."""
@@ -86,7 +63,8 @@ class Turn:
         parts = ["stopped"] * (not self.is_complete) + ["plain"] * self.is_plain
         parts.append(f"{num_tokens:,} token{'s' * (num_tokens != 1)}")
         parts += [f"{self.tokens_per_sec:.1f} tokens a second"]
-        parts += [f"{self.mean_accepted_tokens:.2f} tokens a step"]
+        per_step = 1.0 if self.stats is None else self.stats.mean_accepted_tokens
+        parts += [f"{per_step:.2f} tokens a step"]
         if self.first_token_sec is not None:
             parts.append(f"the first after {self.first_token_sec:.1f} s")
         if self.stats and (num_kept := self.stats.num_reused_tokens):
@@ -100,9 +78,8 @@ class Conversation:
     """Messages between a user and a model, and the answers' figures.
 
         conversation = Conversation(lade.models.load())
-        for piece in conversation.answer("Why is the sky blue?"):
-            print(piece.text, end="")
-        print(conversation.turn.tokens_per_sec)
+        turn = conversation.answer("Why is the sky blue?", lambda piece: print(piece.text, end=""))
+        print(turn.tokens_per_sec)
 
     All answers but those with a given seed share one pool, and run only the new tokens of their
     prompts. A question that fails or is stopped before the first word of its answer is removed from
@@ -142,23 +119,27 @@ class Conversation:
     def answer(
         self,
         text: str | None,
+        show: Callable[[Piece], object],
         *,
         is_plain: bool = False,
         seed: int | None = None,
         cancelled: threading.Event | None = None,
-    ) -> Iterator[Piece]:
-        """Answer a message, or the last one once more; return the pieces as they come.
+    ) -> Turn | None:
+        """Answer a message, or the last one once more.
 
-        Errors in the message are raised at once; the answer begins when the first piece is
-        requested. If the iterator is closed or the event is set, the answer ends after the running
-        forward, and its text so far is kept. Without any text, the question is removed, too.
+        If the event is set, the answer ends after the running forward, and its text so far is kept;
+        so it is after an error or an interrupt.
 
         Args:
             text: the user's message; None to answer the last message again, replacing its answer.
+            show: called with each piece of the answer as it comes.
             is_plain: whether to answer by the model's own `generate`.
             seed: seed of torch's generator, to compare this answer with another: it has a pool of
                 its own and runs its whole prompt. None for the next seed, from the settings' on.
             cancelled: event that ends the answer.
+
+        Returns:
+            The answer; None if it ended before its first word, so that its question was removed.
 
         Raises:
             ContextLengthError: the conversation is longer than the model's context.
@@ -171,8 +152,8 @@ class Conversation:
             asked = self.messages[:-1] if self._ends_with("assistant") else [*self.messages]
             if not asked:
                 raise UserError("expected a question to answer again, there is none yet")
-        before = [] if self.system is None else [{"role": "system", "content": self.system}]
-        inputs = encode_messages(self.loaded, [*before, *asked])
+        told = [] if self.system is None else [{"role": "system", "content": self.system}]
+        inputs = encode_messages(self.loaded, [*told, *asked])
         options = self.settings.options() | inputs
         prompt_ids: list[int] = inputs["input_ids"][0].tolist()
         num_left = num_tokens_after(self.loaded.model, len(prompt_ids))
@@ -181,78 +162,61 @@ class Conversation:
         is_alone = is_plain or seed is not None
         seed = self.settings.seed + self._num_answers if seed is None else seed
         turn = Turn(seed, is_plain, is_alone, prompt_ids)
-        return self._answer(asked, turn, options, cancelled or threading.Event())
-
-    def _answer(
-        self,
-        asked: list[dict[str, str]],
-        turn: Turn,
-        options: dict[str, Any],
-        cancelled: threading.Event,
-    ) -> Iterator[Piece]:
-        stream = PieceStream(self.loaded.tokenizer, turn.prompt_ids)
-        made: SimpleQueue[tuple[_Made, float]] = SimpleQueue()
-        begin = perf_counter()
-
-        def put(each: _Made) -> None:
-            made.put((each, perf_counter() - begin))
-
-        stop = _Stop(cancelled, put if turn.is_plain else None)
-        # A daemon, so that an interrupt can leave in the middle of a long forward.
-        given: Any = {"args": (turn, options, stop, put), "daemon": True, "name": "lade-chat"}
-        thread = threading.Thread(target=self._generate, **given)
-        thread.start()
         before = [*self.messages], self.turn
         self.messages[:], self.turn = asked, turn
         try:
-            taken, turn.sec = made.get()
-            while isinstance(taken, Step):
-                turn.steps.append(taken)
-                turn.first_token_sec = turn.first_token_sec or turn.sec
-                for index, token_id in enumerate(taken.token_ids):
-                    yield from turn.noted(stream.put(token_id, index < taken.num_accepted))
-                taken, turn.sec = made.get()
-            turn.is_complete = not stop.was_asked and not isinstance(taken, BaseException)
-            turn.is_looping = turn.is_complete and stop.is_looping
-            has_end = turn.is_complete and not turn.is_looping
-            is_cut = len(turn.token_ids) >= options["max_new_tokens"] or not has_end
-            yield from turn.noted(stream.end(is_cut))
-            if isinstance(taken, BaseException):
-                raise taken
-            turn.stats = taken
+            self._generate(turn, options, show, cancelled or threading.Event())
         finally:
-            stop.is_closed = True
-            thread.join()
             if turn.pieces or turn.is_complete:
                 self._num_answers += 1
                 # Models see earlier turns without their thinking.
                 self.messages.append({"role": "assistant", "content": turn.text})
             else:
                 self.messages[:], self.turn = before
+        return turn if self.turn is turn else None
 
     def _generate(
-        self, turn: Turn, options: dict[str, Any], stop: "_Stop", put: Callable[[_Made], None]
+        self,
+        turn: Turn,
+        options: dict[str, Any],
+        show: Callable[[Piece], object],
+        cancelled: threading.Event,
     ) -> None:
-        """Answer, in the answer's thread. Plain `generate` counts nothing."""
-        model = self.loaded.model
+        """Answer, and fill a turn. Plain `generate` counts nothing."""
+        model, stream = self.loaded.model, PieceStream(self.loaded.tokenizer, turn.prompt_ids)
+        begin = perf_counter()
+
+        def put(pieces: list[Piece]) -> None:
+            turn.pieces += pieces
+            for piece in pieces:
+                show(piece)
+
+        def take(step: Step) -> None:
+            turn.sec = perf_counter() - begin
+            turn.first_token_sec = turn.first_token_sec or turn.sec
+            turn.token_ids += step.token_ids
+            for index, token_id in enumerate(step.token_ids):
+                put(stream.put(token_id, index < step.num_accepted))
+
+        stop = _Stop(cancelled, take if turn.is_plain else None)
         options["stopping_criteria"] = StoppingCriteriaList([stop])
-        try:
-            torch.manual_seed(turn.seed)
-            if turn.is_plain:  # by the class's generate, in case the model is wrapped
-                type(model).generate(model, **options)
-                put(None)
-                return
+        torch.manual_seed(turn.seed)
+        if turn.is_plain:  # by the class's generate, in case the model is wrapped
+            type(model).generate(model, **options)
+        else:
             output = generate(
                 model,
                 **options,
                 pool=None if turn.is_alone else self._pools,
                 config=Config(reuses_prefix=not turn.is_alone),
-                on_step=put,
+                on_step=take,
                 return_dict_in_generate=True,
             )
-            put(output.stats)
-        except BaseException as error:  # raised where the pieces are taken
-            put(error)
+            turn.stats = output.stats
+        turn.sec = perf_counter() - begin
+        turn.is_complete, turn.is_looping = not stop.was_asked, stop.is_looping
+        has_end = turn.is_complete and not turn.is_looping
+        put(stream.end(len(turn.token_ids) >= options["max_new_tokens"] or not has_end))
 
     # --- messages -----------------------------------------------------------------------------
 
@@ -318,14 +282,13 @@ class Conversation:
 
 
 class _Stop(StoppingCriteria):  # type: ignore[misc]
-    """Ends an answer that loops, whose event is set, or whose iterator was closed.
+    """Ends an answer that loops, or whose event is set.
 
     Each token of plain decoding is put as a step of its own.
     """
 
     def __init__(self, cancelled: threading.Event, put: Callable[[Step], None] | None) -> None:
         self._cancelled, self._put = cancelled, put
-        self.is_closed = False
         self.was_asked = self.is_looping = False
         self._said: list[int] = []
 
@@ -334,7 +297,7 @@ class _Stop(StoppingCriteria):  # type: ignore[misc]
         self._said.append(int(input_ids[0, -1]))
         if self._put is not None:
             self._put(Step(self._said[-1:], 0, 0))
-        self.was_asked |= self.is_closed or self._cancelled.is_set()
+        self.was_asked |= self._cancelled.is_set()
         if len(self._said) % _LOOKS_EVERY == 0:
             self.is_looping = ends_in_loop(self._said, _LOOP_TOKENS)
         ends = self.was_asked or self.is_looping

@@ -158,17 +158,12 @@ class Terminal:
     def _answer(self, text: str | None, *, is_plain: bool = False, seed: int | None = None) -> Turn:
         """Show an answer as it comes, and its figures; the second Ctrl-C passes."""
         conversation, cancelled = self.conversation, self._cancelled
-        pieces = conversation.answer(text, is_plain=is_plain, seed=seed, cancelled=cancelled)
+        how: Any = {"is_plain": is_plain, "seed": seed, "cancelled": cancelled}
         self.console.print()
-        turn = None
         with _without_echo(), AnswerView(self.console, self._shows_drafted) as view:
-            for piece in pieces:
-                turn = conversation.turn
-                view.add(piece)
-        if cancelled.is_set() and turn is None:
+            turn = conversation.answer(text, view.add, **how)
+        if turn is None:
             raise UserError("stopped before the first word; the question was taken back")
-        turn = turn or conversation.turn
-        assert turn is not None, "an answer without an error is in the conversation"
         figures = turn.figures()
         if conversation.settings.temperature > 0:
             figures.append(f"seed {turn.seed}")

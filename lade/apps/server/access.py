@@ -6,10 +6,10 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from ipaddress import ip_address, ip_network
+from ipaddress import ip_address
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lade.apps.server.errors import ApiError
 from lade.apps.server.requests import Asked
@@ -90,18 +90,6 @@ def _owner_of(line: str, number: int) -> KeyOwner:
     named = (right.removeprefix("pools=").split(",") for right in rights if "=" in right)
     corpora = frozenset(name for names in named for name in names if name)
     return KeyOwner(key, None if "*" in corpora else corpora, "admin" in rights, "alone" in rights)
-
-
-def origin_of(peer: Sequence[Any] | None) -> str:
-    """Return the address of a client, of IPv6 its /64 network, for limits without keys.
-
-    A single subscriber has all of a /64, and may use another address for each request.
-    """
-    if not peer:  # it has left
-        return ""
-    found = ip_address(peer[0])
-    is_old = getattr(found, "ipv4_mapped", found)
-    return str(is_old or ip_network((int(found), 64), strict=False))
 
 
 def is_local(address: str) -> bool:

@@ -15,6 +15,7 @@ from transformers import LogitsProcessor
 
 from lade.apps.server.checking import LIMITS, check
 from lade.apps.server.errors import ApiError
+from lade.compat import end_tokens
 from lade.drafting.drafter import ForcedTokens
 from lade.models.loading import LoadedModel
 from lade.models.responses import CallForm
@@ -35,8 +36,7 @@ class Grammars:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
-        ends = loaded.model.generation_config.eos_token_id
-        self._ends: list[int] = [ends] if isinstance(ends, int) else list(ends or ())
+        self._ends = [*end_tokens(loaded.model.generation_config)]
 
     def made(self, schema: Mapping[str, Any], tenant: str = "") -> llguidance.LLMatcher:
         """Return the grammar of a JSON schema, in its first state.

@@ -19,7 +19,7 @@ from lade.apps.server.answers import NULLS, Json, add
 from lade.apps.server.errors import ApiError, failed
 from lade.apps.server.exchange import Exchange, OneAnswer
 from lade.apps.server.grammars import GrammarProcessor
-from lade.compat import CACHE, mark_as_new
+from lade.compat import CACHE, end_tokens, mark_as_new
 from lade.drafting.drafter import Drafter
 from lade.engine.engine import current_call
 from lade.hf.api import decode
@@ -163,8 +163,7 @@ class _Relay:
         self._waiting = deque[tuple[int, int, str, Any]]()
         self._delta: Json = {}
         self._num_calls = 0
-        ends = one.options.eos_token_id
-        self._ends = frozenset([ends] if isinstance(ends, int) else ends or ())
+        self._ends = frozenset(end_tokens(one.options))
         self._silent = frozenset[int]()  # tokens without text
         if (parser := self._parser) is not None:  # it sees special tokens that are marks
             others = {each for each in special if special[each] not in parser.marks}

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lade.apps.server.access import ApiKeys, KeyOwner, UserPools, is_known, origin_of
+from lade.apps.server.access import ApiKeys, KeyOwner, UserPools, is_known
 from lade.apps.server.answers import events, whole
 from lade.apps.server.errors import ApiError, failed
 from lade.apps.server.exchange import Exchange
@@ -179,7 +179,8 @@ class Routes:
             raise ApiError(415, "expected Content-Type: application/json")
         if headers.get("content-encoding", "identity") != "identity":
             raise ApiError(415, "expected a body without Content-Encoding")
-        of_whom = owner.key or origin_of(request.scope["client"])
+        # It has no address once it has left.
+        of_whom = owner.key or (request.client.host if request.client else "")
         knows_kept = bool(owner.key) or options.shares_pool
         asks = owner, of_whom, knows_kept, self._name
         exchange = Exchange(*asks, options.timeout_sec, self._over)
