@@ -1,19 +1,12 @@
 """lade beside processes that keep cores busy, in fresh processes: `busy`."""
 
-import signal
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from subprocess import Popen
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from benchmarks.alone import alone
-from lade.apps.bench.methods import Answer, Method, by_lade, plain
 from lade.models.settings import Settings
 
 if TYPE_CHECKING:
@@ -22,44 +15,11 @@ if TYPE_CHECKING:
 _AS_STORED = "as stored"
 
 
-@contextmanager
-def beside_busy(num_cores: int) -> Iterator[dict[str, Callable[[], Method]]]:
-    """Start a process a core that keeps it busy; give methods that let some of them run meanwhile.
-
-    Loads are no busy process, one, and one a core; lade also has them with one thread. Each call of
-    lade has a new pool, so that none gains by those before it.
-    """
-    made = [Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_cores)]
-
-    def beside(method: Method, threads: int, num_busy: int) -> Callable[[], Method]:
-        def answer(*given: Any) -> Answer:
-            torch.set_num_threads(threads)
-            for number, each in enumerate(made):
-                each.send_signal(signal.SIGCONT if number < num_busy else signal.SIGSTOP)
-            return method(*given)
-
-        return lambda: answer
-
-    usual, methods = torch.get_num_threads(), dict[str, Callable[[], Method]]()
-    ways = [("plain", plain, usual), ("lade", by_lade(), usual)]
-    ways += [("lade", by_lade(), 1)] * (usual > 1)
-    for name, method, threads in ways:
-        for busy in dict.fromkeys((0, 1, num_cores)):
-            loads = [f"{busy} busy"] * (busy > 0) + ["one thread"] * (threads < usual)
-            methods[", ".join([name, *loads])] = beside(method, threads, busy)
-    try:
-        yield methods
-    finally:
-        torch.set_num_threads(usual)
-        for each in made:
-            each.kill()
-            each.wait()
-
-
 def measure(
     model: str | None, dtype: str | None, chosen: "Chosen", max_new_tokens: int
 ) -> dict[str, float]:
     """Return tokens a second of each load and number of threads, in this process."""
+    from lade.apps.bench.busy import beside_busy
     from lade.apps.bench.run import contest, summarise, warm_up
     from lade.apps.cli.options import load_model
     from lade.machine.threads import num_cores
@@ -67,7 +27,12 @@ def measure(
 
     loaded = load_model(model, device="cpu", dtype=dtype)
     settings = Settings(max_new_tokens)
-    with beside_busy(num_cores()) as methods:
+    with beside_busy(num_cores()) as made:
+        methods = {
+            name: make
+            for name, make in made.items()
+            if not (name.startswith("plain") and "one thread" in name)
+        }
         warm_up(loaded, methods, settings)
         answer = contest(loaded.model, methods, settings)
         results = [answer([each], encode(loaded.tokenizer, each.text)) for each in chosen.prompts]

@@ -1,6 +1,6 @@
 """Run methods in turn over prompts and summarise the results.
 
-Next file: `rivals.py`.
+Next file: `busy.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -173,6 +173,7 @@ def bench(
     max_new_tokens: int = length(128),
     loading: LoadOptions,
     temperature: float = TEMPERATURE,
+    busy: bool = option(False, "--busy", help="Instead, compare beside busy processes."),
     rivals: bool = option(False, "--rivals", help="Also run llama.cpp and OpenVINO on the file."),
     json: Path | None = JSON,
 ) -> None:
@@ -192,13 +193,13 @@ def bench(
     from lade.apps.bench.prompts import DEMO_PROMPTS, read_prompts
 
     if rivals:
-        if temperature > 0:
-            raise UserError("--rivals decodes greedily, so it does not go with --temperature")
+        if busy or temperature > 0:
+            raise UserError("--rivals goes with neither --busy nor --temperature")
         from lade.apps.bench.rivals import installed  # imports torch
 
         installed()  # an error comes before a model is loaded
-    settings, how = Settings(max_new_tokens, temperature), {"file": json, "has_rivals": rivals}
-    _measure(read_prompts(prompts or DEMO_PROMPTS), settings, loading, **how)
+    settings, how = Settings(max_new_tokens, temperature), {"is_busy": busy, "has_rivals": rivals}
+    _measure(read_prompts(prompts or DEMO_PROMPTS), settings, loading, file=json, **how)
 
 
 def _measure(prompts: "list[Prompt]", settings: Settings, loading: LoadOptions, **how: Any) -> None:

@@ -3,6 +3,7 @@
 import json
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -17,9 +18,10 @@ from rich.text import Text
 from transformers import TextStreamer
 
 from lade._version import __version__
+from lade.apps.bench.busy import beside_busy
 from lade.apps.bench.methods import METHODS, Answer, Method
 from lade.apps.bench.prompts import Prompt
-from lade.apps.bench.report import compared, groups, table, why_different
+from lade.apps.bench.report import OVERALL, compared, groups, table, why_different
 from lade.apps.bench.rivals import beside_rivals
 from lade.apps.bench.run import Result, contest, summarise, warm_up
 from lade.apps.chat.view import DRAFTED, AnswerView
@@ -27,6 +29,7 @@ from lade.apps.cli.generate import encode_prompts
 from lade.apps.cli.loading import bar, check, console, working
 from lade.compat import dtype_of
 from lade.forward.packed import formats_of
+from lade.machine.threads import num_cores
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
 from lade.models.stream import TextStream, without_controls
@@ -45,6 +48,7 @@ def compare(
     *,
     file: Path | None = None,
     is_demo: bool = False,
+    is_busy: bool = False,
     has_rivals: bool = False,
 ) -> None:
     """Have each prompt answered by every method in turn; print and write the results.
@@ -52,6 +56,7 @@ def compare(
     Args:
         file: of the results; None to write none.
         is_demo: whether to show the check of the model first, and the answers of three methods.
+        is_busy: whether to compare beside busy processes instead.
         has_rivals: whether other engines answer, too.
     """
     inputs = encode_prompts(loaded, [each.text for each in prompts], settings.max_new_tokens)
@@ -64,11 +69,17 @@ def compare(
         check(loaded)
         shown = _Shown(out, loaded)
         methods = {name: shown.by(name) for name in _OF_DEMO}
-    with working("Warming up: each method answers shortly"):
-        makers = {name: METHODS.get(name, make) for name, make in methods.items()}
-        warm_up(loaded, makers, settings)
-    answer = contest(loaded.model, methods, settings)
-    with bar(MofNCompleteColumn(), TimeRemainingColumn(), is_shown=not is_demo) as bars:
+    with ExitStack() as stack:
+        if is_busy:  # whose loads are many: one table for all prompts
+            methods = stack.enter_context(beside_busy(num_cores()))
+            prompts = [each._replace(category=OVERALL) for each in prompts]
+        with working("Warming up: each method answers shortly"):
+            makers = {name: METHODS.get(name, make) for name, make in methods.items()}
+            warm_up(loaded, makers, settings)
+        answer = contest(loaded.model, methods, settings)
+        bars = stack.enter_context(
+            bar(MofNCompleteColumn(), TimeRemainingColumn(), is_shown=not is_demo)
+        )
         try:
             for number in bars.track(range(len(prompts)), description="answering"):
                 if shown is not None:

@@ -77,6 +77,15 @@ def test_bench_prints_a_table_and_writes_everything(
         assert all(entry["same_text"] == 1.0 for entry in of_methods.values())
 
 
+def test_bench_measures_beside_busy_processes(folder: str, prompts: Path, tmp_path: Path) -> None:
+    done, results = measured(folder, tmp_path / "busy.json", "--prompts", prompts, "--busy")
+    assert done.code == 0
+    loads = results["summary"]["overall"]
+    assert {*loads} >= {"plain", "lade", "plain, 1 busy", "lade, 1 busy"}
+    assert all(each["same_text"] == 1 and each["tokens_per_cpu_sec"] > 0 for each in loads.values())
+    assert re.search(r"^ *lade, 1 busy +\d+\.\d +\d+\.\d\dx ", done.out, re.MULTILINE)
+
+
 def test_bench_has_engines_that_read_the_same_file(
     folder: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +99,7 @@ def test_bench_has_engines_that_read_the_same_file(
         given = "--model", folder, *SHORT, "--prompts", prompts, "--rivals"
         return run("bench", *given, *options).err
 
-    assert "does not go with --temperature" in refused("--temperature", "1")
+    assert "--rivals goes with neither --busy nor --temperature" in refused("--busy")
     monkeypatch.setattr(f"{module}.find_spec", lambda _: None)
     why = refused()  # before the model is loaded
     assert "pip install openvino-genai llama-cpp-python" in why
