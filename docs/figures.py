@@ -331,7 +331,7 @@ def headline(*files: str) -> str:
         of_run = _of_engines(content) if "runs" in content else _of_categories(content)
         num_prompts, plain, ratios, worst, first = of_run
         dtype = content["settings"].get("dtype") or next(iter(content["runs"])).split(",")[0]
-        dtype = "4-bit file" if file.endswith("gguf") else dtype
+        dtype = "4-bit file" if "gguf" in file else dtype
         label = f"{dtype}, {num_prompts} prompts, {machine}"
         cells = [speedup_text(ratios.get(name)) for name in _COLUMNS]
         cells.insert(3, worst)
