@@ -14,6 +14,8 @@ from numba import types
 from numba.core import cgutils
 
 from lade.forward import words as w
+from lade.forward._amx import release
+from lade.forward._amx import write_digits as _write_bfloat16
 from lade.forward._digits import write_digits
 from lade.forward._experts import group
 from lade.forward._packed import STRIP
@@ -290,7 +292,8 @@ def _share(g, num, unit, most):  # type: ignore[no-untyped-def]
 @compiled
 def _columns_at_once(g, num, most):  # type: ignore[no-untyped-def]
     """Return how many columns a thread takes at once: of whole blocks, if these have digits."""
-    return _share(g, num, _UNIT if g[w.DIGITS] == 0 else w.DIGITS_BLOCK, most)
+    unit = w.DIGITS_BLOCK if g[w.KIND] == w.IN_BYTES else _UNIT
+    return _share(g, num, unit if g[w.TURNED] == 0 else 2 * _UNIT, most)
 
 
 @inlined
@@ -322,8 +325,11 @@ def given_to_job(address):  # type: ignore[no-untyped-def]
 def _write_digits(g, address, num, row):  # type: ignore[no-untyped-def]
     """Write the digits of some inputs of a row of products, if these are whole blocks."""
     if g[w.DIGITS] != 0 and num % w.DIGITS_BLOCK == 0:
-        target = address + g[w.DIGITS] + w.DIGITS_APART * row
-        write_digits((address, target, num // w.DIGITS_BLOCK))
+        target, num_blocks = address + g[w.DIGITS] + w.DIGITS_APART * row, num // w.DIGITS_BLOCK
+        if g[w.KIND] == w.IN_BYTES:
+            write_digits((address, target, num_blocks))
+        else:
+            _write_bfloat16((address, target, target + g[w.DIGITS], num_blocks))
 
 
 @compiled
@@ -355,9 +361,10 @@ def _add_biases(address, first, results, num_rows, num):  # type: ignore[no-unty
 def _multiply(g, x, num_inputs, digits, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
     """Write some columns of a matrix product, plus bias.
 
-    Inputs `x` are an address, bytes from one row to the next, and the number of rows; their digits
-    are so many bytes behind them. In a stack of matrices, the columns of one follow those of
-    another. One row behind the results is memory for STRIP numbers and 16 more.
+    Inputs `x` are an address, bytes from one row to the next, and the number of rows. `digits` are
+    so many bytes behind them, and an address where these may be turned. In a stack of matrices, the
+    columns of one follow those of another. One row behind the results is memory for STRIP numbers
+    and 16 more.
     """
     num, results, (inputs, x_step, num_rows) = until - first, (out, out_step), x
     strip = (out + out_step * (num_rows + 1) + 63) // 64 * 64
@@ -365,7 +372,7 @@ def _multiply(g, x, num_inputs, digits, of, first, until, out, out_step):  # typ
         _fill(_row(out + out_step * row, num), _F(0))
     if of[w.PACKED] != 0:
         packed = of[w.WEIGHT] + of[w.ROW_BYTES] * first, of[w.ROW_BYTES], num
-        call_compiled((of[w.PACKED], *x, *packed, *results, num_inputs, strip, digits))
+        call_compiled((of[w.PACKED], *x, *packed, *results, num_inputs, strip, *digits))
     elif of[w.ACROSS] != 0:  # sums run along the columns
         format_, step = of[w.ROW_BYTES], of[w.ACROSS]
         width = 4 if format_ == FLOAT32 else 2
@@ -398,7 +405,9 @@ def _run_products(g, phase, of_phase, scratch):  # type: ignore[no-untyped-def]
     step, out_step = _columns_at_once(g, num_all, most), 4 * _MOST_COLUMNS
     if of_phase[w.TARGET] == w.SCORES:  # there are few experts
         step = _share(g, num_all, 4, most)
-    memory = scratch + num_rows * out_step
+    memory, digits = scratch + num_rows * out_step, (g[w.DIGITS], scratch + g[w.TURNED])
+    if g[w.TURNED] != 0:
+        numba.carray(pointer(digits[1]), (1,), np.int64)[0] = 0  # of no inputs yet
     for start, stop in pieces(g, phase, num_all, step):
         before = 0
         for product in range(num_products):
@@ -411,7 +420,7 @@ def _run_products(g, phase, of_phase, scratch):  # type: ignore[no-untyped-def]
                 before += of[w.NUM_COLUMNS]
             if first < until:
                 x = inputs + 4 * of[w.START], x_step, num_rows
-                of_x = x, of[w.NUM_INPUTS], g[w.DIGITS]
+                of_x = x, of[w.NUM_INPUTS], digits
                 _multiply(g, *of_x, of, first, until, out, out_step)
         for row in range(num_rows):
             numbers, made = scratch + out_step * row, target + 4 * (num_all * row + start)
@@ -743,7 +752,7 @@ def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
             product, out = of[word : word + w.PRODUCT_SIZE], results + out_step // 2 * part
             column, columns = (2 * start, 2 * num) if alternate else (start, num)
             begin = product[w.NUM_COLUMNS] * expert + column
-            x = (scratch, 4 * size, num_rows), size, 0
+            x = (scratch, 4 * size, num_rows), size, (0, 0)
             _multiply(g, *x, product, begin, begin + columns, out, out_step)
             begin = inner * (2 * expert + part) + column
             _add_biases(of[w.GATE_UP_BIAS], begin, (out, out_step), num_rows, columns)
@@ -774,7 +783,7 @@ def _run_out_of_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
         for expert in range(len(ends) - 1):  # behind its results is memory of later ones
             first, until = ends[expert], ends[expert + 1]
             if first < until:
-                digits = g[w.DIGITS] + w.DIGITS_APART * first
+                digits = g[w.DIGITS] + w.DIGITS_APART * first, 0
                 x = g[w.OF_EXPERTS] + 4 * inner * first, 4 * inner, until - first
                 begin, out = size * expert + start, scratch + 4 * num * first
                 _multiply(g, x, inner, digits, down, begin, begin + num, out, 4 * num)
@@ -845,6 +854,8 @@ def run_forward(address: Any) -> None:
             before = of_phase[w.BEFORE] if index < num_phases - 1 else 0
             _run_states(g, phase, of_phase, at_end, before, scratch)
         phase = next_phase((slot, own, number_of_job), phase)
+    if g[w.TURNED] != 0:
+        release(0)
 
 
 def scratch_size(
@@ -858,7 +869,7 @@ def scratch_size(
     of_latents: int = 0,
     of_rows: int = 0,
 ) -> int:
-    """Return the bytes of scratch memory that each thread needs."""
+    """Return the bytes of scratch memory that each thread needs, but for TURNED."""
     of_rows += 2 * w.MOST_PLACES + 32
     of_attention = _MOST_ROWS * (BLOCK + 2 * head_size + 4)
     of_products = (num_tokens + 2) * _MOST_COLUMNS + DEPTH + STRIP + 16

@@ -45,7 +45,7 @@ _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 LEVELS = {Q4_0: range(-8, 8), IQ4_NL: _IQ4, IQ4_XS: _IQ4, MXFP4: _FP4}  # of the numbers 0 to 15
 HAS_IQ4 = LANES == 16 or "avx2" in FEATURES  # its values need look-ups
 STRIP = 6 * DEPTH  # numbers that are unpacked at once for many rows
-NUM_GIVEN = 11  # arguments of a product
+NUM_GIVEN = 12  # arguments of a product
 
 # Rows and columns of tiles: for few rows, for some more, and for unpacked numbers. Wide tiles of
 # these read the inputs, which the first cache does not hold, less often.

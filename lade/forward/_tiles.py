@@ -310,7 +310,7 @@ def _compile(function: Callable[[Any], None]) -> Any:
     kind, options = types.void(types.voidptr), {"nogil": True, "error_model": "numpy"}
     made: Any = CFunc(function, sigutils.normalize_signature(kind), {}, options)
     with suppress(OSError):  # no source files
-        names = "_packed", "_digits", "_experts", "_kernels", "_rows", "_workers"
+        names = "_packed", "_digits", "_amx", "_experts", "_kernels", "_rows", "_workers"
         beside = [Path(__file__).with_name(f"{name}.py") for name in names]
         files: list[str | Path] = [__file__, words.__file__, *beside]
         others = b"".join(Path(file).read_bytes() for file in files)

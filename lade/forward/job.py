@@ -32,7 +32,7 @@ from lade.compat.closeness import limit_of
 from lade.compat.view import viewed, with_forward
 from lade.forward import words
 from lade.forward.comparing import Forward, UnsupportedForwardError, require, why_wrong
-from lade.forward.linear import MOST_TOKENS, is_plain, kernels, product
+from lade.forward.linear import MOST_TOKENS, is_plain, kernels, product, turned_size
 from lade.forward.packed import (
     PackedLinear,
     is_whole,
@@ -571,15 +571,18 @@ class _Workspace:
     def __init__(self, kernels: Any, weights: Weights, num_tokens: int, num_threads: int) -> None:
         self.num_tokens, self.num_threads = num_tokens, num_threads
         sizes, memory = weights.sizes, weights.memory.items()
-        scratch = kernels.scratch_size(num_tokens, **sizes)
+        scratch, to_turned = kernels.scratch_size(num_tokens, **sizes), 0
+        if weights.turned:
+            to_turned, scratch = scratch, scratch + turned_size(num_tokens, weights.turned)
         of_words = {word: 4 * num_tokens * size for word, size in memory if word not in _OWN}
         # The same for all: what lies between is never touched, so it takes no memory.
         to_digits = 0
-        if weights.by_digits:
+        if weights.digits:
             apart = words.DIGITS_APART * num_tokens * max(sizes["num_chosen"], 1)
-            to_digits = -(-max(of_words.values()) // 64) * 64
+            to_digits = -(-(max(of_words.values()) + apart) // 64) * 64
             of_words |= {
-                each: to_digits + of_words[each] + apart for each in WITH_DIGITS & {*of_words}
+                each: weights.digits * to_digits + of_words[each] + apart
+                for each in WITH_DIGITS & {*of_words}
             }
         of_words |= {words.PHASES: 128 * weights.num_phases, words.SCRATCH: scratch * num_threads}
         # torch aligns memory to cache lines, so two threads never write to one line.
@@ -590,7 +593,7 @@ class _Workspace:
         self._every, self.phases = np.arange(num_tokens), self._memory[words.PHASES].numpy()
         words_of = {word: memory.data_ptr() for word, memory in self._memory.items()}
         words_of |= {words.SCRATCH_SIZE: scratch, words.EVERY: self._every.ctypes.data}
-        words_of[words.DIGITS] = to_digits
+        words_of |= {words.DIGITS: to_digits, words.KIND: weights.digits, words.TURNED: to_turned}
         self.indices, self.words = [*words_of], [*words_of.values()]
 
 

@@ -30,7 +30,7 @@ def product(
     inputs: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    packed: tuple[int, bool] | None = None,
+    packed: tuple[int, int] | None = None,
 ) -> Tensor:
     """Return what `torch.nn.functional.linear` returns, up to rounding.
 
@@ -39,22 +39,25 @@ def product(
         inputs: float32 [..., K].
         weight: float32 [N, K], or uint8 [N, bytes of a row].
         bias: float32 [N], or None.
-        packed: the word PACKED of a weight of uint8 blocks, and whether it is multiplied by
-            digits.
+        packed: the word PACKED of a weight of uint8 blocks, and the kind of digits that it is
+            multiplied by.
     """
     num_columns, num_inputs = len(weight), inputs.shape[-1]
     num_rows, given = inputs.numel() // num_inputs, inputs.contiguous()
     results = inputs.new_empty((*inputs.shape[:-1], num_columns))
     most, num_threads = min(num_rows, _MOST_ROWS), most_threads()
-    size = compiled.scratch_size(most)
-    by_digits = packed is not None and packed[1]
-    of_digits = (4 * num_inputs + words.DIGITS_APART) * most if by_digits else 0
-    memory = inputs.new_empty(size * num_threads + of_digits, dtype=torch.uint8)
+    scratch = size = compiled.scratch_size(most)
+    digits = words.NO_DIGITS if packed is None else packed[1]
+    if digits == words.IN_BFLOAT16:
+        size += turned_size(most, num_inputs)
+    # Inputs, and their digits behind them.
+    of_digits = (4 * num_inputs + words.DIGITS_APART) * most if digits else 0
+    memory = inputs.new_empty(size * num_threads + 3 * of_digits, dtype=torch.uint8)
     for start in range(0, num_rows, most):
         job = _Job()
         address = ctypes.addressof(job)
         job[words.NUM_TOKENS] = min(most, num_rows - start)
-        job[words.NUM_PHASES] = 2 if by_digits else 1
+        job[words.NUM_PHASES] = 2 if digits else 1
         job[words.NUM_THREADS] = num_threads
         job[words.TILES] = compiled.run_tiles().address
         job[words.NORMED] = given.data_ptr() + 4 * num_inputs * start
@@ -63,9 +66,13 @@ def product(
         row = words.JOB_SIZE
         job[words.PHASES] = address + 8 * (row + 2 * words.ROW_SIZE)
         job[words.LIST] = address + 8 * row
-        if by_digits:
-            digits = memory.data_ptr() + size * num_threads
-            job[words.DIGITS] = digits - job[words.NORMED]
+        if digits:
+            copied = memory[size * num_threads :].view(torch.float32)[: num_inputs * most]
+            rows = given.view(num_rows, num_inputs)[start : start + most]
+            copied[: rows.numel()] = rows.flatten()
+            job[words.NORMED] = copied.data_ptr()
+            job[words.DIGITS], job[words.KIND] = of_digits, digits
+            job[words.TURNED] = scratch if digits == words.IN_BFLOAT16 else 0
             job[row + words.RUN] = compiled.run_digits().address
             job[row + words.NUM_GIVEN] = num_inputs
             row += words.ROW_SIZE
@@ -79,6 +86,11 @@ def product(
             job[row + words.PACKED], job[row + words.ROW_BYTES] = packed[0], weight.shape[1]
         run(compiled.run_forward().address, address, num_threads)
     return results
+
+
+def turned_size(num_rows: int, num_inputs: int) -> int:
+    """Return the bytes for what `_amx.py` turns of so many rows, in whole tiles, and its header."""
+    return 4096 + -(-6 * num_inputs * -(-num_rows // 16) * 16 // 4096) * 4096
 
 
 def kernels() -> tuple[ModuleType, Run] | None:

@@ -7,7 +7,7 @@ at a time. Weights are never widened as a whole.
 
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -79,7 +79,7 @@ class PackedLinear(_Packed, nn.Linear):
             function = function_of(self.blocks, self.ggml_type)
         if function is None or found is None:
             return self._by_torch(inputs)
-        packed = function.address, function.by_digits
+        packed = function.address, function.digits
         results = product(*found, inputs.float(), self.blocks, self.bias, packed)
         return results.to(inputs.dtype)
 
@@ -191,13 +191,18 @@ class PackedStack:
 
 def formats_of(model: nn.Module) -> list[str]:
     """Return the block formats of a model's weights."""
+    return sorted(words.BLOCKS[format_][0] for format_ in formats_in(model.modules()))
+
+
+def formats_in(modules: Iterable[nn.Module]) -> set[int]:
+    """Return GGML's numbers of the formats of modules' weights."""
     found: set[int] = set()
-    for module in model.modules():
+    for module in modules:
         if isinstance(module, PackedLinear | PackedEmbedding):
             found.add(module.ggml_type)
         stacks = (each for each in vars(module).values() if type(each) is PackedStack)
         found.update(format_ for each in stacks for format_ in each.ggml_types)
-    return sorted(words.BLOCKS[format_][0] for format_ in found)
+    return found
 
 
 def unpacked(weight: Tensor, format_: int, rows: Tensor | None = None) -> Tensor:
@@ -243,45 +248,53 @@ class Function(NamedTuple):
     compiled: Any  # see `_packed.product_of`
     numbers: int  # in a block
     bytes: int
-    by_digits: bool  # it is of `_digits.product_of`
+    digits: int  # that it reads of inputs: `words.NO_DIGITS`, IN_BYTES or IN_BFLOAT16
 
 
 def has_digits(format_: int | None) -> bool:
-    """Return whether this CPU multiplies weights of a format by digits (`_digits.py`)."""
+    """Return whether this CPU multiplies weights of a format by digits in bytes (`_digits.py`)."""
     from lade.forward import _digits
 
     return format_ in _digits.FORMATS
 
 
-_functions: dict[tuple[int, bool], Function | None] = {}
+_functions: dict[tuple[int, int], Function | None] = {}
 
 
-def function_of(weight: Tensor, format_: int, *, by_digits: bool = True) -> Function | None:
+def function_of(
+    weight: Tensor, format_: int, there: Sequence[int] = (words.IN_BYTES, words.IN_BFLOAT16)
+) -> Function | None:
     """Return the kernel of a format; None if it cannot run, or is wrong.
 
     The first time, some rows of this weight are also unpacked by GGML's own package. The kernel
     must give the same numbers, and the same products up to rounding. It reads digits of the inputs
-    (`_digits.py`) if `by_digits` says that there are some, and the format is multiplied so here.
+    (`_digits.py`, `_amx.py`) if this CPU multiplies the format so, and such digits are there.
     """
-    if (format_, by_digits) not in _functions:
-        _functions[format_, by_digits] = _compiled(weight, format_, by_digits)
-    return _functions[format_, by_digits]
+    from lade.forward import _amx
+
+    kind = words.NO_DIGITS
+    if has_digits(format_):
+        kind = words.IN_BYTES
+    elif format_ in _amx.FORMATS and weight.shape[1] >= 2 * _amx.LEAST_INPUTS:
+        kind = words.IN_BFLOAT16
+    digits = kind if kind in there else words.NO_DIGITS
+    if (format_, digits) not in _functions:
+        _functions[format_, digits] = _compiled(weight, format_, digits)
+    return _functions[format_, digits]
 
 
-def _compiled(weight: Tensor, format_: int, by_digits: bool) -> Function | None:
+def _compiled(weight: Tensor, format_: int, digits: int) -> Function | None:
     found = _kernels()
     is_float = format_ == FORMATS[torch.float32]  # it has no blocks, so rows of any length
     if found is None or is_float:
         return None
-    from lade.forward import _digits, _packed
+    from lade.forward import _amx, _digits, _packed
 
-    if by_digits and not has_digits(format_):
-        return function_of(weight, format_, by_digits=False)
     looks_up = format_ in (_packed.IQ4_NL, _packed.IQ4_XS, _packed.MXFP4)
     if looks_up and not _packed.HAS_IQ4:
         return None
-    compiled = (_digits if by_digits else _packed).product_of(format_)
-    function = Function(compiled.address, compiled.ctypes, *words.BLOCKS[format_][1:], by_digits)
+    compiled = (_packed, _digits, _amx)[digits].product_of(format_)
+    function = Function(compiled.address, compiled.ctypes, *words.BLOCKS[format_][1:], digits)
     per_row = weight.shape[1] // function.bytes * function.numbers
     rows = weight[: _NUM_CHECKED // per_row + 1].contiguous()
     mine, theirs = _by_function(rows, function), _by_reference(rows, format_)
@@ -290,7 +303,7 @@ def _compiled(weight: Tensor, format_: int, by_digits: bool) -> Function | None:
     given = given.sin().view(9, per_row)
     exact = given.double() @ theirs.double().T
     for num in (1, 4, 9) if bool(exact.isfinite().all()) else ():
-        results = product(*found, given[:num], rows, None, (function.address, by_digits))
+        results = product(*found, given[:num], rows, None, (function.address, digits))
         apart = (results.double() - exact[:num]).abs().max()
         is_right = is_right and float(apart) <= _TOLERANCE * float(exact.abs().max())
     return function if is_right else None

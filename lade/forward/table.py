@@ -16,7 +16,14 @@ from lade.forward._rows import address_of
 from lade.forward.comparing import UnsupportedForwardError, require
 from lade.forward.experts import PARTS, STACKS, ExpertsPlan
 from lade.forward.linear import FORMATS, is_plain
-from lade.forward.packed import PackedConv1D, PackedLinear, PackedStack, function_of, has_digits
+from lade.forward.packed import (
+    PackedConv1D,
+    PackedLinear,
+    PackedStack,
+    formats_in,
+    function_of,
+    has_digits,
+)
 from lade.forward.reading import (
     CallPlan,
     Constant,
@@ -70,7 +77,8 @@ class Weights:
         wanted: what is used of these: number of the call and of its result, numbers of a token.
         steps: int64, bytes from one token to the next in each of these.
         turning: int64 [addresses, 2], where each is in the table, and its number in `wanted`.
-        by_digits: whether products read digits of their inputs.
+        digits: which digits of their inputs products read, if any.
+        turned: most inputs whose digits are turned.
         memory: words of the job, and most numbers of a token that lie there.
         sizes: arguments of `scratch_size`.
     """
@@ -83,7 +91,10 @@ class Weights:
         compiled: Any,
         names: Mapping[nn.Module, str],
     ) -> None:
-        self._all_names, self._compiled, self.by_digits = names, compiled, False
+        self._all_names, self._compiled, self.digits = names, compiled, words.NO_DIGITS
+        self.turned = 0
+        in_bytes = any(map(has_digits, formats_in(names)))  # digits of one kind are there
+        self._kind = words.IN_BYTES if in_bytes else words.IN_BFLOAT16
         self.memory: dict[int, int] = {}
         self.sizes = {"hidden": plan.hidden, "num_chosen": 0}
         ids = torch.tensor(plan.replaced, dtype=torch.int64, device="cpu")
@@ -170,6 +181,8 @@ class Weights:
         row[words.GIVEN], row[words.NUM_GIVEN] = plan.given, plan.row
         row[words.TARGET], row[words.NUM_MADE] = plan.target, plan.num_made
         row[words.COLUMNS] = self._add_program(plan.columns)
+        starts = (product.start for product in plan.products)
+        by_digits &= not any(each % words.DIGITS_BLOCK for each in (plan.row, *starts))
         for index, product in enumerate(plan.products):
             word = words.PRODUCT_SIZE * index
             self._add_matrix(number, word, product.module, product.first, by_digits=by_digits)
@@ -269,7 +282,8 @@ class Weights:
         require(not across or inner % self._compiled.LANES == 0, _UNEVEN)
         firsts = 0, inner, 0
         are_alike = all(map(has_digits, formats[:2]))  # gate and up read the same rows
-        row[words.BY_DIGITS], by_digits = are_alike, (are_alike, are_alike, True)
+        row[words.BY_DIGITS] = are_alike
+        by_digits = are_alike, are_alike, has_digits(formats[-1])
         parts = zip(of_words, names, formats, firsts, by_digits, strict=True)
         for word, name, format_, first, each in parts:
             self._add_weight(number, word, module, name, format_, across, first, by_digits=each)
@@ -316,10 +330,12 @@ class Weights:
             start = column * dtype.itemsize
         elif format_ is not None:
             rows = weight.detach().view(torch.uint8).flatten(0, -2)
-            function = function_of(rows, format_, by_digits=by_digits)
+            function = function_of(rows, format_, (self._kind,) if by_digits else ())
             if function is None:
                 raise UnsupportedForwardError(_PACKED)
-            self.by_digits |= function.by_digits
+            self.digits = self.digits or function.digits
+            if function.digits == words.IN_BFLOAT16:
+                self.turned = max(self.turned, rows.shape[1] // 2)
             row[words.PACKED], row[words.ROW_BYTES] = function.address, of_row
         self._add(number, word, module, name, dtype, start)
 

@@ -50,8 +50,12 @@
     # Bytes from inputs of products (NORMED, ATTENDED, INNER, OF_EXPERTS) to their digits
     # (`_digits.py`), which are written with them; 0 if no product reads any.
     DIGITS,
+    # Which digits these are: in bytes, or in bfloat16 (`_amx.py`), whose last ones are as far
+    # behind the others as these behind the inputs.
+    KIND,
+    TURNED,  # bytes from a thread's scratch memory to what `_amx.py` turns of a phase's inputs
     JOB_SIZE,
-) = range(38)
+) = range(40)
 # START: the first one of its NUM_INPUTS inputs in a row. PACKED: address of the function compiled
 # for a packed weight's format, or 0. ROW_BYTES: bytes of a row of it. ACROSS: bytes between the
 # weights of two inputs, if the weight is stored input by input, or 0; then ROW_BYTES is its format.
@@ -115,6 +119,7 @@ MUTEX, CONDITION = 8, 24
 # Inputs whose digits have one scale. A row of digits is so many bytes longer than one of inputs:
 # rows a power of 2 apart would push each other out of the first cache.
 DIGITS_BLOCK, DIGITS_APART = 32, 128
+NO_DIGITS, IN_BYTES, IN_BFLOAT16 = range(3)
 
 FIRST, NUM_NEW, MASK, MASK_ROW = range(4)
 # Of a recurrence, keys are the inputs of its convolution, and values what else tokens add, in
