@@ -6,10 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-)
+from transformers import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from lade.batch import Batch, Row
