@@ -38,7 +38,7 @@ def test_the_embedded_model_is_loaded_by_name_in_any_case(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(subprocess, "run", None)
-    save(tmp_path / "lade" / "models" / "smollm2-135m-instruct-gguf")
+    save(tmp_path / "lade" / "models" / "smollm2-135m-instruct-q4_1")
     said: list[str] = []
     for asked in (None, "SmolLM2-135M-Instruct"):
         said.clear()
