@@ -49,14 +49,21 @@ def load_gguf_tokenizer(path: Path) -> Any:
         UserError: the file is damaged, has no tokenizer, or one that is not read.
     """
     settings = header_of(path).settings
-    if not settings.get("tokenizer.ggml.tokens"):
+    tokens = settings.get("tokenizer.ggml.tokens") or ()
+    num_tokens = len(tokens)
+    if not tokens:
         raise UserError(f"expected a tokenizer, got no tokenizer in {path}; put one beside it")
+    if len({*tokens}) < num_tokens:
+        raise UserError(f"{path} has a token twice; put a tokenizer beside it")
     for key, each in settings.items():
         is_read = (
             each is False or key in _KEYS or key.endswith("_token_id") or key.startswith(_TEMPLATE)
         )
         if key.startswith("tokenizer.") and not is_read:
             raise UserError(f"{path} has {key!r}, which is not read; put a tokenizer beside it")
+        is_number = key.startswith("tokenizer.") and key.endswith("_token_id")
+        if is_number and not (type(each) is int and 0 <= each < num_tokens):
+            raise UserError(f"{path} has {each!r} as {key!r}, and {num_tokens:,} tokens")
     made = architecture_of(path, settings)
     kind = TOKENIZER_MAPPING.get(CONFIG_MAPPING[made.types[0]], PreTrainedTokenizerFast)
     if not issubclass(kind, PreTrainedTokenizerFast):  # of a package that may be missing

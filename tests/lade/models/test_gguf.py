@@ -110,6 +110,16 @@ def test_a_file_alone_is_the_model_that_it_was_made_of(name: str, tmp_path: Path
         ("llama", {"clip.has_vision_encoder": True}, "has 'clip.has_vision_encoder'"),
         ("glm4", {"glm4.rope.dimension_sections": [1]}, "has 'glm4.rope.dimension_sections'"),
         ("granite", {"granite.rope.scaling.finetuned": False}, "expected True as 'rope.scaling"),
+        (
+            "llama",
+            {"tokenizer.ggml.eot_token_id": 260},
+            "has 260 as 'tokenizer.ggml.eot_token_id', a",
+        ),
+        (
+            "qwen2",
+            {"qwen2.attention.layer_norm_rms_epsilon": None},
+            "not tell qwen2.attention.layer",
+        ),
         ("granite", {"granite.residual_scale": None}, "does not tell granite.residual_scale"),
         ("phi3", {"phi3.attention.sliding_window": None}, "tell phi3.attention.sliding_window"),
         ("gpt_neox", {"gptneox.attention.head_count_kv": 2}, "_heads=2, and no GPTNeoXConfig has"),
@@ -122,6 +132,11 @@ def test_a_file_alone_is_the_model_that_it_was_made_of(name: str, tmp_path: Path
         ("llama", {"tokenizer.ggml.precompiled_charsmap": [1]}, "'tokenizer.ggml.precompiled_char"),
         ("llama", {"tokenizer.ggml.add_space_prefix": True}, "'tokenizer.ggml.add_space_prefix'"),
         ("llama", {"tokenizer.ggml.tokens": None}, "no tokenizer in"),
+        (
+            "llama",
+            {"tokenizer.ggml.tokens": ["a"] * 260},
+            "has a token twice; put a tokenizer besi",
+        ),
         ("llama", {"tokenizer.ggml.pre": "viking"}, "has 'viking' as 'tokenizer.ggml.pre', which"),
         ("llama", {"tokenizer.ggml.pre": None}, "has None as 'tokenizer.ggml.pre', which"),
         ("llama", {"split.count": 2}, "join the parts with llama-gguf-split --merge"),
