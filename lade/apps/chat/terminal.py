@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -311,7 +311,13 @@ def history_in(folder: Path) -> History:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "history"
     os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
-    return FileHistory(str(path))
+    return _History(str(path))
+
+
+class _History(FileHistory):
+    def store_string(self, string: str) -> None:
+        with suppress(OSError):  # a full disk must not end a conversation
+            super().store_string(string)
 
 
 @contextmanager
