@@ -19,6 +19,7 @@ from lade.config import Config
 from lade.drafting.drafter import Drafter
 from lade.engine.engine import Engine, EngineFuture
 from lade.hf.api import check_ids, generate
+from lade.hf.assistance import first_of
 from lade.hf.pools import Pools
 from lade.probing.profile import computing
 from lade.stats import Step
@@ -239,12 +240,11 @@ def _mode_of_thread(kind: str) -> _Mode:
 
 def _most_tokens(model: Model, call: dict[str, Any]) -> int:
     """Return the maximum number of tokens of a call, its prompt included."""
-    prompt = call.get("input_ids", call.get("inputs_embeds"))
-    num_prompts, num_prompt = (1, 1) if prompt is None else (prompt.shape[0], prompt.shape[-1])
-    options: Any = call.get("generation_config") or model.generation_config
-    num_samples: int = call.get("num_return_sequences") or options.num_return_sequences or 1
-    num_new = call.get("max_new_tokens") or options.max_new_tokens
-    longest = call.get("max_length") or options.max_length
+    prompt = call.get("input_ids", call.get("inputs", call.get("inputs_embeds")))
+    num_prompts, num_prompt = (1, 1) if prompt is None else (*prompt.shape, 1, 1)[:2]
+    sources = call, call.get("generation_config"), model.generation_config
+    num_samples = first_of("num_return_sequences", sources) or 1
+    num_new, longest = (first_of(name, sources) for name in ("max_new_tokens", "max_length"))
     if num_new is None:
         num_new = _USUAL_LENGTH if longest is None else max(0, longest - num_prompt)
     num_tokens: int = num_prompts * num_samples * (num_prompt + num_new)

@@ -13,7 +13,8 @@ Execution = Literal["eager", "static"]
 VERIFICATIONS: tuple[Verification, ...] = get_args(Verification)  # best first
 SPECULATING = VERIFICATIONS[:-1]
 
-_MOST_STATIC = 63  # draft tokens of a compiled step
+# Draft tokens of a step, for which drafting reserves 470 MB, and of a compiled one.
+_MOST, _MOST_STATIC = 2**16, 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +24,9 @@ class Config:
     Args:
         max_candidates: G, the maximum number of candidates (root-to-leaf paths) in a draft; None
             for no limit.
-        max_draft_tokens: Maximum number of draft tokens to verify per step; if set, every step
-            verifies as many as the draft has, up to this number. None lets the measured cost of a
-            step decide (`lade.budget`). 0 disables drafting.
+        max_draft_tokens: Maximum number of draft tokens to verify per step, at most 65,536; if set,
+            every step verifies as many as the draft has, up to this number. None lets the measured
+            cost of a step decide (`lade.budget`). 0 disables drafting.
         acceptance: How draft tokens are accepted when sampling. "exact" emits the tokens that
             `generate(do_sample=True)` emits with the same seed, and accepts a draft token if it is
             that token. "rejection" draws drafts at random and accepts or rejects them so that the
@@ -76,14 +77,14 @@ class Config:
     strict_drafter: bool = False
 
     def __post_init__(self) -> None:
-        if self.execution == "static" and (self.max_draft_tokens or 0) > _MOST_STATIC:
-            raise ValueError(
-                f"expected Config(max_draft_tokens=…) of at most {_MOST_STATIC} beside "
-                f"execution='static', got {self.max_draft_tokens}"
-            )
         for name, least in (("max_candidates", 1), ("max_draft_tokens", 0)):
             if getattr(self, name) is not None:
                 check_integer(f"Config({name}=…)", getattr(self, name), least)
+        is_static = self.execution == "static"
+        most = f"{_MOST_STATIC} beside execution='static'" if is_static else f"{_MOST}"
+        if (self.max_draft_tokens or 0) > (_MOST_STATIC if is_static else _MOST):
+            got = self.max_draft_tokens
+            raise ValueError(f"expected Config(max_draft_tokens=…) of at most {most}, got {got}")
         check_integer("Config(max_prefix_bytes=…)", self.max_prefix_bytes, 0)
         for each in fields(self):
             got = getattr(self, each.name)

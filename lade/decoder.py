@@ -201,9 +201,10 @@ def accepted_paths(
         for (row, node), token_id in zip(asked, choice.tokens_at(asked), strict=True):
             row.token_ids.append(token_id)
             paths[row].append(node)
-            walking[row] = trees[row].children.get((node, token_id), ROOT)  # nobody's child
         stop([*walking])
-        for row, _ in asked:
+        for row, node in asked:
+            # The token that is there now: a criterion may have changed it. ROOT is nobody's child.
+            walking[row] = trees[row].children.get((node, row.token_ids[-1]), ROOT)
             must_wait = may_wait and batch.lead_left(row) <= 0
             if walking[row] == ROOT or row.is_finished or must_wait:
                 del walking[row]

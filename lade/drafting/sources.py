@@ -196,6 +196,8 @@ class Source:
         if self.has_failed and not even_if_failed:
             return instead
         states = None if self._is_own else random_states(self._device)
+        if not self._is_own:  # it may change lists that others read
+            args = tuple([*each] if isinstance(each, list) else each for each in args)
         try:
             return (getattr(self.drafter, what) if isinstance(what, str) else what)(*args)
         except Exception as failure:  # the drafter may be the user's
@@ -242,7 +244,7 @@ class Source:
 
     def open(self, handles: dict["Source", Any], context: Sequence[int]) -> None:
         """Begin a sequence, and add its handle; called by `ask`, as the next two are."""
-        handles[self] = self.drafter.open([*context])
+        handles[self] = self.drafter.open(context)
 
     def draft(
         self,

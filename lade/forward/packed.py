@@ -41,7 +41,7 @@ class _Packed(nn.Module):
     def blocks(self) -> Tensor:
         """The weight as uint8 [rows, bytes of a row]."""
         weight: Tensor = self.weight.detach()
-        return weight if weight.dtype is torch.uint8 else weight.view(torch.uint8)
+        return weight if weight.dtype is torch.uint8 else weight.contiguous().view(torch.uint8)
 
     @property
     def computes_in(self) -> torch.dtype:

@@ -29,7 +29,7 @@ def _options_of(sources: Any, *, has_tokenizers: bool = False) -> dict[str, Any]
         UnsupportedOptionError: an option cannot be honoured.
     """
     names = (*_LENGTHS, "assistant_confidence_threshold", *_ALIGNING, "assistant_ensemble_weight")
-    found = {name: _first(name, sources) for name in names}
+    found = {name: first_of(name, sources) for name in names}
     found = {name: value for name, value in found.items() if value is not None}
     if "assistant_ensemble_weight" in found:
         raise UnsupportedOptionError(
@@ -64,14 +64,14 @@ def take_assistant(
     if drafter is not None:
         raise ValueError("expected drafter or assistant_model, got both")
     for other in ("assistant_early_exit", "use_mtp"):
-        if _first(other, (*of_call, model.generation_config)):
+        if first_of(other, (*of_call, model.generation_config)):
             raise ValueError(f"expected assistant_model or {other}, got both")
     assistant, translates = unwrapped(assistant), tokenizers[0] is not None
     if not isinstance(assistant, nn.Module):
         raise TypeError(
             f"expected assistant_model to be a model of transformers, got {assistant!r:.100}"
         )
-    kind = _first("speculation_type", (*of_call, model.generation_config))
+    kind = first_of("speculation_type", (*of_call, model.generation_config))
     if kind not in (None, "dflash"):  # AssistantModel knows such an assistant by itself
         raise UnsupportedOptionError(f"lade does not support speculation_type={kind!r}")
     of_assistant = getattr(assistant, "generation_config", None)
@@ -118,7 +118,8 @@ def _shared_drafter(
     return known[1]
 
 
-def _first(name: str, sources: Any) -> Any:
+def first_of(name: str, sources: Any) -> Any:
+    """Return an option from the first of dicts and generation configs that has it, or None."""
     for source in sources:
         found = source.get(name) if isinstance(source, dict) else getattr(source, name, None)
         if found is not None:

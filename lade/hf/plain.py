@@ -5,6 +5,7 @@ left. Emitted tokens stay: they are forced, and neither processors, stop criteri
 callbacks see them a second time.
 """
 
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -60,6 +61,7 @@ class _NewTokens(StoppingCriteriaList):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         num_tokens, num_before = input_ids.shape[1], input_ids.shape[1] - 1
+        column: list[int] = input_ids[:, -1].tolist()  # a criterion may change it
         done: Tensor
         if all(self._has_ended):  # on some devices, `generate` runs one token more
             done = super().__call__(input_ids, scores, **kwargs)
@@ -68,25 +70,25 @@ class _NewTokens(StoppingCriteriaList):  # type: ignore[misc]
         add_times(self.stats, [self._since, perf_counter()], "forward" if is_step else "prefill")
         self.stats.num_steps += is_step
         if not STOPS_FIRST:
-            self._tell(input_ids[:, -1], num_before)
+            self._tell(column, num_before)
         if num_tokens <= self._num_known:
             known = [end is not None and end <= num_tokens for end in self._ends]
             done = torch.tensor(known, dtype=torch.bool, device=input_ids.device)
         else:
             done = super().__call__(input_ids, scores, **kwargs)
         if STOPS_FIRST:
-            self._tell(input_ids[:, -1], num_before)
+            self._tell(column, num_before)
         self._has_ended = [a or b for a, b in zip(self._has_ended, done.tolist(), strict=True)]
         self._since = perf_counter()
         return done
 
-    def _tell(self, column: Tensor, num_before: int) -> None:
-        """Report the next token of every row, int64 [rows], to the streamer and `on_step`."""
+    def _tell(self, column: Sequence[int], num_before: int) -> None:
+        """Report the next token of every row to the streamer and `on_step`."""
         report = self._report
         with aside():
             if report.streamer is not None and num_before >= report.num_put:
-                report.streamer.put(column.cpu())
-            for row, token_id in enumerate(column.tolist()):
+                report.streamer.put(torch.tensor(column, dtype=torch.int64, device="cpu"))
+            for row, token_id in enumerate(column):
                 if self._has_ended[row] or num_before < report.num_reported[row]:
                     continue
                 step = Step([token_id], 0, 0, row)

@@ -6,15 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-)
+from transformers import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from lade.batch import Batch, Row
 from lade.compat import STOPS_FIRST
 from lade.engine.engine import aside
+from lade.errors import LadeError
 from lade.hf.call import Call, OnStep
 from lade.sampling.choice import OnChoice
 from lade.stats import Step
@@ -140,14 +138,19 @@ class StopRule:
             self._ask_about(column)
         if streams and STOPS_FIRST:
             self._report.put()
+        for row in rows if self._others and not self._sees_rows else ():
+            row.token_ids[-1] = int(row.known[-1])  # which a criterion may have changed
 
     def _ask_about(self, column: Sequence[int]) -> None:
         """Ask the criteria about a column as `generate` does, and end rows behind it."""
         batch, answer = self._batch, torch.zeros_like(self._unfinished, dtype=torch.bool)
         last = torch.tensor(column, dtype=torch.int64, device=answer.device)
         self._columns = torch.cat([self._columns, last[:, None].to(self._columns.dtype)], dim=1)
+        columns = self._columns.clone()
         for criterion in self._others:
-            answer = answer | criterion(self._columns, None)
+            answer = answer | criterion(columns, None)
+        if not torch.equal(columns, self._columns):
+            raise LadeError("expected stop criteria that leave the tokens of a batch as they are")
         self._unfinished = self._unfinished & ~answer
         goes_on = self._unfinished
         if batch.pad_token_id is None:

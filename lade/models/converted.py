@@ -133,11 +133,11 @@ ARCHITECTURES = {
         ("nemotron",),
         RAISED,
         {_NORM: "norm_eps", _RMS_NORM: "norm_eps"},
-        (_TURNED_PART, _NORM),
+        (_TURNED_PART,),
     ),
-    "stablelm": Architecture(("stablelm",), "", {_PARALLEL: ""}, (_TURNED_PART, _NORM)),
+    "stablelm": Architecture(("stablelm",), "", {_PARALLEL: ""}, (_TURNED_PART,)),
     "gptneox": Architecture(
-        ("gpt_neox",), GROUPED, {_PARALLEL: _PARALLEL}, (_TURNED_PART, _PARALLEL, _NORM)
+        ("gpt_neox",), GROUPED, {_PARALLEL: _PARALLEL}, (_TURNED_PART, _PARALLEL)
     ),
     "gemma4": Architecture(("gemma4_text",), keys=None),
     "gpt-oss": Architecture(("gpt_oss",), keys=None),
@@ -203,6 +203,8 @@ def config_of(path: Path, settings: Mapping[str, Any], tensors: Mapping[str, Any
     start = f"{name}."
     own = {key[len(start) :]: each for key, each in settings.items() if key.startswith(start)}
     missing, num = [start + key for key in made.needs if key not in own], own.get("block_count")
+    if not own.keys() & {_NORM, _RMS_NORM}:  # of which classes have defaults, llama.cpp none
+        missing.append(f"{start}{_NORM} or {_RMS_NORM}")
     if made.keys is None or missing or (made.layers and num not in made.layers):
         lacks = missing[0] if missing else f"all of the config of {name} with {num} layers"
         raise UserError(f"expected config.json beside {path}, which does not tell {lacks}")

@@ -40,7 +40,7 @@ def embedded_model(*, progress: Progress | None = None) -> Path:
     from filelock import FileLock
     from platformdirs import user_cache_path
 
-    folder = user_cache_path("lade", appauthor=False) / "models" / f"{DEFAULT_MODEL}-gguf"
+    folder = user_cache_path("lade", appauthor=False) / "models" / f"{DEFAULT_MODEL}-q4_1"
     if folder.is_dir():
         return folder
     if find_spec("gguf") is None:  # reported before the download

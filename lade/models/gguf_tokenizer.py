@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import CONFIG_MAPPING, TOKENIZER_MAPPING, PreTrainedTokenizerFast
 
 from lade.errors import UserError
@@ -19,6 +19,27 @@ _PARTS = "model pre tokens scores merges token_type token_type_count add_space_p
 _PARTS += " add_bos_token add_eos_token add_sep_token"  # only encoders have separators
 _KEYS = {f"tokenizer.ggml.{part}" for part in _PARTS.split()}
 _KEYS |= {"tokenizer.chat_template", "tokenizer.chat_templates", "tokenizer.huggingface.json"}
+# Where texts are cut before bytes are merged: by names, expressions that are found in what those
+# before left.
+_PRE, _BLANKS, _DIGIT = "tokenizer.ggml.pre", r"\s*[\r\n]+|\s+(?!\S)|\s+", r"\p{N}"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SHORT, _FIRST = "(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?"
+_LLAMA3 = rf"{_SHORT}|{_FIRST}\p{{L}}+|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_GPT4O = f"{_FIRST}{_UPPER}*{_LOWER}+%s|{_FIRST}{_UPPER}+{_LOWER}*%s|%s"
+_GPT4O += rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}"
+_DEEPSEEK = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", _DIGIT)
+# Of these, a piece that is a token is one whatever the merges, and BOS comes first unless told.
+_WHOLE = "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 tekken"
+_CUTS = {
+    "gpt-2 phi-2 mpt olmo jais exaone4 trillion granite-docling mellum a.x-4.0 gigachat": (_GPT2,),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b": (_DIGIT, _GPT2),
+    f"{_WHOLE[:-7]} dbrx smaug-bpe glm4 chatglm-bpe": (_LLAMA3 % r"\p{N}{1,3}",),
+    "qwen2 deepseek-r1-qwen stablelm2 hunyuan megrez kormo": (_LLAMA3 % _DIGIT,),
+    "gpt-4o llama4": (_GPT4O % (f"{_SHORT}?", f"{_SHORT}?", r"\p{N}{1,3}"),),
+    "tekken": (_GPT4O % ("", "", _DIGIT),),
+    "deepseek-coder": _DEEPSEEK,
+}
 
 
 def load_gguf_tokenizer(path: Path) -> Any:
@@ -28,19 +49,29 @@ def load_gguf_tokenizer(path: Path) -> Any:
         UserError: the file is damaged, has no tokenizer, or one that is not read.
     """
     settings = header_of(path).settings
-    if not settings.get("tokenizer.ggml.tokens"):
+    tokens = settings.get("tokenizer.ggml.tokens") or ()
+    num_tokens = len(tokens)
+    if not tokens:
         raise UserError(f"expected a tokenizer, got no tokenizer in {path}; put one beside it")
+    if len({*tokens}) < num_tokens:
+        raise UserError(f"{path} has a token twice; put a tokenizer beside it")
     for key, each in settings.items():
         is_read = (
             each is False or key in _KEYS or key.endswith("_token_id") or key.startswith(_TEMPLATE)
         )
         if key.startswith("tokenizer.") and not is_read:
             raise UserError(f"{path} has {key!r}, which is not read; put a tokenizer beside it")
+        is_number = key.startswith("tokenizer.") and key.endswith("_token_id")
+        if is_number and not (type(each) is int and 0 <= each < num_tokens):
+            raise UserError(f"{path} has {each!r} as {key!r}, and {num_tokens:,} tokens")
     made = architecture_of(path, settings)
     kind = TOKENIZER_MAPPING.get(CONFIG_MAPPING[made.types[0]], PreTrainedTokenizerFast)
     if not issubclass(kind, PreTrainedTokenizerFast):  # of a package that may be missing
         kind = PreTrainedTokenizerFast
-    tokenizer = _spelled(kind.from_pretrained(path.parent, gguf_file=path.name), settings)
+    tokenizer = kind.from_pretrained(path.parent, gguf_file=path.name)
+    if settings.get("tokenizer.ggml.model") == "gpt2":
+        _cut(path, settings, tokenizer)
+    tokenizer = _spelled(tokenizer, settings)
     _check_spaces(path, settings, tokenizer)
     named = {
         key.removeprefix(_TEMPLATE): each
@@ -51,6 +82,23 @@ def load_gguf_tokenizer(path: Path) -> Any:
         usual = {"default": tokenizer.chat_template} if tokenizer.chat_template else {}
         tokenizer.chat_template = usual | named
     return tokenizer
+
+
+def _cut(path: Path, settings: dict[str, Any], tokenizer: Any) -> None:
+    """Let a tokenizer of bytes cut texts as the file says; releases of transformers know few."""
+    name, backend = settings.get(_PRE), tokenizer.backend_tokenizer
+    found = [cuts for names, cuts in _CUTS.items() if name in names.split()]
+    if not found:
+        raise UserError(
+            f"{path} has {name!r} as {_PRE!r}, which is not read; put a tokenizer beside it"
+        )
+    splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in found[0]]
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, in_bytes])
+    if name in _WHOLE.split():
+        backend.model.ignore_merges = True
+        if tokenizer.bos_token_id is not None:
+            tokenizer.add_bos_token = settings.get("tokenizer.ggml.add_bos_token", True)
 
 
 def _spelled(tokenizer: Any, settings: dict[str, Any]) -> Any:

@@ -104,7 +104,7 @@ def load(
             enable_progress_bars()
     source = source_of(chosen, progress)
     file = gguf_in(source)
-    tell(f"Loading {chosen}")
+    tell(f"Loading {title_of(chosen)}")
     tokenizer = _tokenizer_of(chosen, source, trust_remote_code)
     # Weights go to where they are used, not by way of this machine's memory.
     options: dict[str, Any] = {} if there.type == "cpu" else {"device_map": {"": there}}
@@ -201,6 +201,12 @@ def _tokenizer_of(name: str, source: str, trust_remote_code: bool) -> Any:
 def source_of(name: str, progress: Progress | None = None) -> str:
     """Return the name or path for transformers; fetch the embedded model if it is missing."""
     return str(embedded_model(progress=progress)) if name == DEFAULT_MODEL else name
+
+
+def title_of(name: str) -> str:
+    """Return what to call a model: of a folder or a file, not all of its path."""
+    path = Path(name).absolute()
+    return path.name if path.exists() else name
 
 
 def gguf_in(name: str | Path) -> Path | None:

@@ -34,7 +34,7 @@ from lade.probing.profile import CacheKind
 from lade.probing.user_code import is_code
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, num_slots_of
 from lade.targets.kv_cache import kind_of
-from lade.targets.layout import MAX_OVERHANG, rope_of
+from lade.targets.layout import MAX_OVERHANG, ropes_of
 from lade.targets.rollback import cache_in, length_of, why_not_croppable
 from lade.targets.static import is_too_long
 
@@ -95,8 +95,7 @@ class Lengths(NamedTuple):
 def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
     """Return why a call of these lengths must fall back to standard decoding, or None."""
     config = model.config.get_text_config(decoder=True)
-    if (rope := _rope_passed(model, lengths)) is not None:
-        kind, limit = rope
+    for kind, limit in _ropes_passed(model, lengths):
         # Drafts end where a dynamic embedding begins; batches of such models do not speculate.
         if kind == "longrope" and lengths.first_position <= limit:
             return (
@@ -128,16 +127,16 @@ def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
 
 def why_no_snapshot(model: Model, lengths: Lengths) -> str | None:
     """Return why a call of these lengths cannot go back to a snapshot, or None."""
-    rope = _rope_passed(model, lengths)
     # After going back, more than one token would run again.
-    return None if rope is None else f"its rotary embedding is {rope[0]}"
+    kinds = (f"its rotary embedding is {kind}" for kind, _ in _ropes_passed(model, lengths))
+    return next(kinds, None)
 
 
-def _rope_passed(model: Model, lengths: Lengths) -> tuple[str, int] | None:
-    """Return the result of `rope_of` if the call may end past its limit, else None."""
-    rope = rope_of(model.config.get_text_config(decoder=True))
+def _ropes_passed(model: Model, lengths: Lengths) -> list[tuple[str, int]]:
+    """Return those of `ropes_of` whose limit the call may pass."""
     last = lengths.first_position + lengths.num_new
-    return rope if rope is not None and last > rope[1] else None
+    ropes = ropes_of(model.config.get_text_config(decoder=True))
+    return [(kind, limit) for kind, limit in ropes if last > limit]
 
 
 def why_no_tree(model: Model, lengths: Lengths) -> str | None:
@@ -161,9 +160,7 @@ def longest_draft(model: Model, num_tokens: int, lengths: Lengths) -> int:
     """
     config = model.config.get_text_config(decoder=True)
     limits: list[int | None] = [getattr(config, "max_position_embeddings", None)]
-    rope = rope_of(config)
-    if rope is not None and rope[0] == "dynamic":
-        limits.append(rope[1])
+    limits += [limit for kind, limit in ropes_of(config) if kind == "dynamic"]
     left = [max(0, limit - lengths.first_position) for limit in limits if limit is not None]
     return num_tokens + min([lengths.num_new, *left])
 

@@ -95,8 +95,7 @@ def takes_parts(model: Model, layout: TreeLayout, attention: str | None) -> bool
     chooses = getattr(config, "index_topk", None) is not None
     chooses |= any(kind.kind == "indexed" for kind in layout.kinds)
     chooses |= layout.max_candidates is not None  # a convolution would see other rows
-    has_own_angles = rope_of(config) is not None
-    return attention == TREE_SDPA and not (is_scaled or chooses or has_own_angles)
+    return attention == TREE_SDPA and not (is_scaled or chooses or ropes_of(config))
 
 
 def _spans(config: Any, layers: Sequence[Any]) -> dict[str, AttentionSpan]:
@@ -131,19 +130,20 @@ def _convolved(model: Model, config: Any) -> dict[int, LayerKind]:
     return {index: LayerKind(kind, window) for index, kind in kinds.items()}
 
 
-def rope_of(config: Any) -> tuple[str, int] | None:
-    """Return type and limit of a rotary embedding whose angles depend on the forward's length.
+def ropes_of(config: Any) -> list[tuple[str, int]]:
+    """Return type and limit of each rotary embedding whose angles depend on the forward's length.
 
-    The limit is the number of positions at which the angles change. None for other embeddings.
+    The limit is the number of positions at which the angles change.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    for entry in (parameters, *nested):
+    of_layers = (value for value in parameters.values() if isinstance(value, dict))
+    found = []
+    for entry in (parameters, *of_layers):
         if entry.get("rope_type") in ("dynamic", "longrope"):
             limit = entry.get("original_max_position_embeddings")
             limit = limit or getattr(config, "original_max_position_embeddings", None)
-            return entry["rope_type"], limit or config.max_position_embeddings
-    return None
+            found.append((entry["rope_type"], limit or config.max_position_embeddings))
+    return found
 
 
 # Slots after the longest text, for the rejected part of a last tree.

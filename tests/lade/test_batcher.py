@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 import lade
 from tests.grids import thinned_rows
@@ -104,9 +104,11 @@ def test_tokens_come_one_by_one_and_cancelling_ends_them() -> None:
 
 
 def test_calls_that_fit_pass_one_that_does_not_and_those_that_wait_can_be_cancelled() -> None:
-    num_tokens = ONE.shape[1] + 300
-    with lade.Batcher(tiny_model(), max_batch_tokens=num_tokens + 20) as batcher:
-        submit = partial(batcher.submit, ONE, **GREEDY | {"max_new_tokens": 300})
+    num_tokens, model = ONE.shape[1] + 300, tiny_model()
+    model.generation_config.update(max_new_tokens=300, eos_token_id=None)
+    with lade.Batcher(model, max_batch_tokens=num_tokens + 20) as batcher:
+        config = GenerationConfig(do_sample=False)
+        submit = partial(batcher.submit, inputs=ONE, generation_config=config)
         holding, waiting, cancelled = (submit() for _ in range(3))
         next(iter(holding))
         assert cancelled.cancel()
@@ -114,6 +116,7 @@ def test_calls_that_fit_pass_one_that_does_not_and_those_that_wait_can_be_cancel
             cancelled.result(timeout=30)
         small = submit(max_new_tokens=5)
         assert small.result().shape[1] == ONE.shape[1] + 5
+        assert batcher.engine.num_running == 1
         assert not waiting.done()
         assert torch.equal(waiting.result(), holding.result())
 

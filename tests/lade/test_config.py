@@ -12,6 +12,7 @@ def test_config_refuses_what_it_cannot_mean() -> None:
     wrong: list[dict[str, Any]] = [
         {"max_candidates": 0},
         {"max_draft_tokens": -1},
+        {"max_draft_tokens": 2**16 + 1},  # whose memory there may not be
         {"max_prefix_bytes": -1},
     ]
     for options in wrong:

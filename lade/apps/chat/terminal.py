@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from lade.apps.chat.conversation import Conversation, Turn
 from lade.apps.chat.pieces import Piece
 from lade.apps.chat.view import DRAFTED, AnswerView
 from lade.errors import ContextLengthError, UserError, in_one_line
+from lade.models.loading import title_of
 from lade.models.stream import without_controls
 from lade.stats import DecodeStats
 
@@ -108,7 +109,7 @@ class Terminal:
         Raises:
             KeyboardInterrupt: the user left while an answer was being stopped.
         """
-        name = Path(self.conversation.loaded.name).name
+        name = title_of(self.conversation.loaded.name)
         self._say(f"{name}. /help lists commands; Ctrl-C stops an answer, Ctrl-D leaves.")
         if not self.conversation.loaded.tokenizer.chat_template:
             self._say(f"{name} has no chat template: it goes on with the text as it stands.")
@@ -310,7 +311,13 @@ def history_in(folder: Path) -> History:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "history"
     os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
-    return FileHistory(str(path))
+    return _History(str(path))
+
+
+class _History(FileHistory):
+    def store_string(self, string: str) -> None:
+        with suppress(OSError):  # a full disk must not end a conversation
+            super().store_string(string)
 
 
 @contextmanager

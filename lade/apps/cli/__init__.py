@@ -4,6 +4,7 @@ The implementations are in other modules, imported with their heavy dependencies
 runs.
 """
 
+import os
 import signal
 import sys
 import warnings
@@ -21,6 +22,7 @@ _PACKAGE = Path(__file__).parents[2]
 def main() -> None:
     """Run the command line; errors meant for the user print one line, others their traceback."""
     _leave_at_the_second_interrupt()
+    _open_streams()
     replacing(sys.stdout)
     _show_warnings_as_notes()
     asked: dict[str, bool] = {}  # by typer: whether errors are to have their traceback
@@ -47,7 +49,7 @@ def main() -> None:
 
 def replacing(stream: TextIO) -> TextIO:
     """Have a stream write "?" for characters that its encoding lacks; return it."""
-    if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+    if isinstance(stream, TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
         stream.reconfigure(errors="replace")
     return stream
 
@@ -65,6 +67,13 @@ def line_of(error: Exception) -> str | None:
     # Without a cause, a traceback adds nothing that its reader could use.
     hint = "" if error.__cause__ is None else " (lade --debug … shows the whole error)"
     return f"error: {error}{hint}"
+
+
+def _open_streams() -> None:
+    """Open the standard streams that are closed, so that no other file gets their numbers."""
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _say_stopped() -> None:

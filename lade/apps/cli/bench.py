@@ -30,7 +30,7 @@ from lade.apps.cli.loading import bar, check, console, working
 from lade.compat import dtype_of
 from lade.forward.packed import formats_of
 from lade.machine.threads import num_cores
-from lade.models.loading import LoadedModel
+from lade.models.loading import LoadedModel, title_of
 from lade.models.settings import Settings
 from lade.models.stream import TextStream, without_controls
 from lade.probing.plan import probe
@@ -114,7 +114,7 @@ def compare(
 def describe_model(loaded: LoadedModel) -> dict[str, Any]:
     """Return the description of a model, and of how it runs, for results."""
     return {
-        "model": Path(loaded.name).name,
+        "model": title_of(loaded.name),
         "dtype": str(dtype_of(loaded.model)).removeprefix("torch."),
         **({"weights": ", ".join(formats)} if (formats := formats_of(loaded.model)) else {}),
         "device": str(loaded.model.device),

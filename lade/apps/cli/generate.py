@@ -125,7 +125,11 @@ def run_chat(
     check(loaded)
     with drafting.open_pools(loaded) as pools, ExitStack() as stack:
         conversation = Conversation(loaded, settings=settings, pool=pools, system=system)
-        history = history_in(user_data_path("lade", appauthor=False))
+        try:
+            history = history_in(user_data_path("lade", appauthor=False))
+        except OSError as error:  # users of services have no home
+            history = None
+            note(f"typed lines are not kept for the next chat ({error})")
         terminal = Terminal(conversation, Console(highlight=False), history)
         if prewarms:
             idle = IdlePrewarming(loaded.model, lambda: terminal.is_waiting)

@@ -10,7 +10,6 @@ import socket
 import threading
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
@@ -21,7 +20,7 @@ from lade.apps.server.options import ServerOptions
 from lade.apps.server.routes import Routes
 from lade.batcher import Batcher
 from lade.errors import UserError
-from lade.models.loading import LoadedModel
+from lade.models.loading import LoadedModel, title_of
 from lade.prewarming.idle import IdlePrewarming
 from lade.prewarming.warming import warm_up
 
@@ -64,9 +63,7 @@ class Server(uvicorn.Server):
         options = ServerOptions() if options is None else options
         if getattr(loaded.tokenizer, "_tokenizer", None) is None:
             raise UserError(f"expected a fast tokenizer, got {type(loaded.tokenizer).__name__}")
-        # Clients see the name of a folder, not its path.
-        name = Path(loaded.name).name if Path(loaded.name).exists() else loaded.name
-        self.name = options.model_name or name
+        self.name = options.model_name or title_of(loaded.name)
         loaded = loaded._replace(name=self.name)
         self._grace_sec, self._thread = options.grace_sec, threading.Thread(target=self._run)
         with ExitStack() as stack:

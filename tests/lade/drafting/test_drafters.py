@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LogitsProcessor
 
 import lade
 from ngram_pool import Draft
@@ -27,7 +28,7 @@ from tests.lade.drafting.made import (
     shy,
 )
 from tests.lade.shared import shared_model
-from tests.lade.tiny import tiny_model
+from tests.lade.tiny import chain, tiny_model
 
 MALFORMED = {
     "none": None,
@@ -133,6 +134,40 @@ def test_an_error_without_a_message_is_told_by_its_name() -> None:
 def test_a_drafter_that_draws_changes_no_text(drafter: Any, options: dict[str, Any]) -> None:
     compared(drafter(), options)
     compared(lade.drafters.Merged([lade.drafters.CallPool(), drafter()]), options)
+
+
+class Emptying(lade.Drafter, LogitsProcessor, lade.ForcedTokens):  # type: ignore[misc]
+    """Empties every list that it is given."""
+
+    num_successors = 2
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+    def forced_tokens(self, row: int, committed: Any, max_tokens: int) -> list[int]:
+        committed.clear()
+        return []
+
+    def draft(self, sequence: int, committed: Any, max_draft_tokens: int) -> Draft:
+        committed.clear()
+        return chain([9])
+
+    def observe(self, sequence: int, token_ids: Any) -> None:
+        token_ids.clear()
+
+    def harvest(self, sequence: int, *lists: Any) -> None:
+        for each in lists[:3]:
+            each.clear()
+
+
+def test_lists_of_a_drafter_are_its_own() -> None:
+    model, reported = shared_model("llama", seed=2), list[int]()
+    options: dict[str, Any] = {**OPTIONS, "logits_processor": [Emptying()]}
+    options["drafter"] = lade.drafters.Merged([Emptying(), lade.drafters.CallPool()])
+    options["on_step"] = lambda step: reported.extend(step.token_ids)
+    got = lade.generate(model, PROMPT, config=STRICT, **options)
+    assert got.tolist() == model.generate(PROMPT, **OPTIONS).tolist()
+    assert reported == got[0, PROMPT.shape[1] :].tolist()
 
 
 def test_an_interrupt_in_a_drafter_is_an_interrupt() -> None:

@@ -317,3 +317,11 @@ def test_a_large_layer_is_unpacked_part_by_part_in_one_memory(
     assert len(places) == 1
     last = inputs @ torch.from_numpy(whole(weight[-9:], "Q8_0")).T
     assert torch.allclose(results[:, -9:], last, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_in_16_bits_may_lie_input_by_input() -> None:
+    weight = nn.Parameter(torch.arange(320.0).sin().view(64, 5).bfloat16().T, False)
+    inputs = torch.arange(192.0).cos().view(3, 64)
+    with torch.no_grad():
+        made = PackedLinear(weight, 0, 64)(inputs)
+    torch.testing.assert_close(made, inputs @ weight.float().T)

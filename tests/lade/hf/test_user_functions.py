@@ -17,7 +17,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from tests.lade.both import ONE
+from tests.lade.both import EIGHT, ONE, ListStreamer, same_as_generate
 from tests.lade.shared import shared_model
 
 TWO = torch.cat([ONE, ONE.flip(1)])
@@ -124,3 +124,36 @@ def test_a_processor_that_returns_nothing_is_named(
         WAYS[way](
             shared_model(), ids, do_sample=do_sample, max_new_tokens=5, logits_processor=processors
         )
+
+
+class Replacing(StoppingCriteria):  # type: ignore[misc]
+    """Replaces every third token."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        if input_ids.shape[1] % 3 == 0:
+            input_ids[:, -1] = (input_ids[:, -1] + 1) % 90
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class Writing(ListStreamer):
+    """Writes into what it is given."""
+
+    def put(self, value: Tensor) -> None:
+        super().put(value)
+        if value.dim() == 1:
+            value.zero_()
+
+
+@pytest.mark.parametrize("rows", [ONE, TWO])
+def test_criteria_may_replace_tokens_and_streamers_may_write(rows: Tensor) -> None:
+    streamers = [Writing(), Writing()]
+    made = [{"streamer": each, "stopping_criteria": [Replacing()]} for each in streamers]
+    kind = {"plainly": "sees all rows"} if len(rows) > 1 else {"accept": 0.9, "config": EIGHT}
+    same_as_generate(shared_model("llama", seed=1), rows, fresh=lambda: made.pop(0), **kind)
+    assert streamers[0].events == streamers[1].events
+
+
+def test_a_criterion_that_replaces_tokens_of_rows_that_run_ahead_is_refused() -> None:
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 9}
+    with pytest.raises(lade.LadeError, match="leave the tokens of a batch as they are"):
+        lade.generate(shared_model(), TWO, stopping_criteria=[Replacing()], **options)

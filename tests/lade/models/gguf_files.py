@@ -234,6 +234,7 @@ def _keys(model: Any, architecture: str) -> dict[str, Any]:
         fields["rope_freqs.weight"] = np.float32(speeds / model.model.rotary_emb.inv_freq.numpy())
     tokens = [*tokenizer.convert_ids_to_tokens(range(256)), "ab", "cd", "<3>", "<4>"]
     fields |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens}
+    fields["tokenizer.ggml.pre"] = "gpt-2"
     fields |= {"tokenizer.ggml.token_type": [1] * 260, "tokenizer.ggml.merges": ["a b", "c d"]}
     ends = {"bos": config.bos_token_id, "eos": config.eos_token_id, "padding": 0}
     return fields | {f"tokenizer.ggml.{name}_token_id": each for name, each in ends.items()}

@@ -52,7 +52,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_model_is_fetched_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     folder = embedded_model(progress=said.append)
-    assert left_in(cache) == [folder.name] == ["smollm2-135m-instruct-gguf"]
+    assert left_in(cache) == [folder.name] == ["smollm2-135m-instruct-q4_1"]
     assert said == ["Downloading SmolLM2-135M-Instruct (93 MB)", "Reading its tokenizer, once"]
     monkeypatch.setattr(subprocess, "run", None)  # a second download would fail
     assert embedded_model() == folder

@@ -110,6 +110,16 @@ def test_a_file_alone_is_the_model_that_it_was_made_of(name: str, tmp_path: Path
         ("llama", {"clip.has_vision_encoder": True}, "has 'clip.has_vision_encoder'"),
         ("glm4", {"glm4.rope.dimension_sections": [1]}, "has 'glm4.rope.dimension_sections'"),
         ("granite", {"granite.rope.scaling.finetuned": False}, "expected True as 'rope.scaling"),
+        (
+            "llama",
+            {"tokenizer.ggml.eot_token_id": 260},
+            "has 260 as 'tokenizer.ggml.eot_token_id', a",
+        ),
+        (
+            "qwen2",
+            {"qwen2.attention.layer_norm_rms_epsilon": None},
+            "not tell qwen2.attention.layer",
+        ),
         ("granite", {"granite.residual_scale": None}, "does not tell granite.residual_scale"),
         ("phi3", {"phi3.attention.sliding_window": None}, "tell phi3.attention.sliding_window"),
         ("gpt_neox", {"gptneox.attention.head_count_kv": 2}, "_heads=2, and no GPTNeoXConfig has"),
@@ -122,6 +132,13 @@ def test_a_file_alone_is_the_model_that_it_was_made_of(name: str, tmp_path: Path
         ("llama", {"tokenizer.ggml.precompiled_charsmap": [1]}, "'tokenizer.ggml.precompiled_char"),
         ("llama", {"tokenizer.ggml.add_space_prefix": True}, "'tokenizer.ggml.add_space_prefix'"),
         ("llama", {"tokenizer.ggml.tokens": None}, "no tokenizer in"),
+        (
+            "llama",
+            {"tokenizer.ggml.tokens": ["a"] * 260},
+            "has a token twice; put a tokenizer besi",
+        ),
+        ("llama", {"tokenizer.ggml.pre": "viking"}, "has 'viking' as 'tokenizer.ggml.pre', which"),
+        ("llama", {"tokenizer.ggml.pre": None}, "has None as 'tokenizer.ggml.pre', which"),
         ("llama", {"split.count": 2}, "join the parts with llama-gguf-split --merge"),
         ("mixtral", {"llama.expert_used_count": 9}, "expected 1 to 4 experts of a token"),
         ("gemma4_text", {}, "does not tell all of the config of gemma4"),
@@ -244,6 +261,29 @@ def test_a_files_tokenizer_is_the_one_that_transformers_reads(family: str, tmp_p
         assert made.decode(made(text).input_ids) == text
         assert "<" in text or made(text).input_ids == expected(text).input_ids
     assert made.tokenize("abcd")[-2:] == ["ab", "cd"]
+
+
+@pytest.mark.parametrize(
+    ("pre", "cut"),
+    {
+        "gpt-2": "It|'s|ĠIT|'|S|Ġ12345|:|Ċ|Ċ|7",
+        "smollm": "It|'s|ĠIT|'|S|Ġ|1|2|3|4|5|:|ĊĊ|7",
+        "llama-bpe": "It|'s|ĠIT|'S|Ġ|123|45|:ĊĊ|7",
+        "qwen2": "It|'s|ĠIT|'S|Ġ|1|2|3|4|5|:ĊĊ|7",
+        "gpt-4o": "It's|ĠIT'S|Ġ|123|45|:ĊĊ|7",
+        "tekken": "It|'s|ĠIT|'S|Ġ|1|2|3|4|5|:ĊĊ|7",
+        "deepseek-coder": "It|'|s|ĠIT|'|S|Ġ|1|2|3|4|5|:|Ċ|Ċ|7",
+    }.items(),
+)
+def test_texts_are_cut_as_the_file_says(pre: str, cut: str, tmp_path: Path) -> None:
+    """As llama.cpp does; pieces that are tokens need no merge in two of its kinds."""
+    keys = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": ["a b"]}  # none of "cd"
+    bos = write(tmp_path, keys=keys).config.bos_token_id
+    tokenizer = load_gguf_tokenizer(tmp_path / "model.gguf")
+    pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("It's IT'S 12345:\n\n7")
+    assert [piece for piece, _ in pieces] == cut.split("|")
+    is_whole = pre in ("llama-bpe", "tekken")
+    assert tokenizer("cd").input_ids == [bos, 257] if is_whole else [*b"CD"]
 
 
 def test_control_tokens_are_spelled_as_the_file_does(tmp_path: Path) -> None:

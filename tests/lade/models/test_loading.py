@@ -38,7 +38,7 @@ def test_the_embedded_model_is_loaded_by_name_in_any_case(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(subprocess, "run", None)
-    save(tmp_path / "lade" / "models" / "smollm2-135m-instruct-gguf")
+    save(tmp_path / "lade" / "models" / "smollm2-135m-instruct-q4_1")
     said: list[str] = []
     for asked in (None, "SmolLM2-135M-Instruct"):
         said.clear()
@@ -47,6 +47,10 @@ def test_the_embedded_model_is_loaded_by_name_in_any_case(
         assert said[-1] == f"Loading {loaded.name}"
     monkeypatch.chdir(save(tmp_path / "SmolLM2-135M-Instruct").parent)
     assert load("SmolLM2-135M-Instruct", device="cpu").name == "SmolLM2-135M-Instruct"  # a folder
+    monkeypatch.chdir("SmolLM2-135M-Instruct")
+    for here in (".", str(Path.cwd())):
+        load(here, device="cpu", progress=said.append)
+        assert said[-1] == "Loading SmolLM2-135M-Instruct"
 
 
 def test_a_model_that_is_not_here_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

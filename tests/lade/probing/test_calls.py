@@ -146,6 +146,10 @@ def rope(kind: str, **options: Any) -> dict[str, Any]:
 _FACTORS = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
 _LONG: dict[str, Any] = rope("longrope", original_max_position_embeddings=24, **_FACTORS)
 _LONG |= {"max_position_embeddings": 96, "original_max_position_embeddings": 24}
+_BY_KIND = {
+    kind: rope("longrope", original_max_position_embeddings=limit, **_FACTORS)["rope_parameters"]
+    for kind, limit in (("full_attention", 12), ("sliding_attention", 24))
+}
 _DYNAMIC = {"max_position_embeddings": 24, **rope("dynamic", factor=2.0)}
 _DOGE = {"num_attention_heads": 4, "keep_window_size": 24, "head_dim": 8}
 _SCALED = {"floor_scale": 100, "attn_temperature_tuning": True}
@@ -153,6 +157,7 @@ _SCALED = {"floor_scale": 100, "attn_temperature_tuning": True}
 LENGTHS: list[tuple[str, dict[str, Any], list[tuple[int, int, str | None]]]] = [
     ("llama", _DYNAMIC, [(4, 30, None), (20, 30, None), (6, 12, None)]),
     ("phi3", _LONG, [(4, 12, None), (30, 20, None), (20, 20, r"\(longrope\) changes at 24")]),
+    ("gemma3_text", {"rope_parameters": _BY_KIND}, [(20, 20, r"\(longrope\) changes at 24")]),
     ("llama4_text", _SCALED, [(8, 25, None), (78, 25, None)]),
     ("doge", _DOGE, [(6, 12, None), (18, 12, "dynamic mask changes at 24 tokens")]),
 ]

@@ -59,6 +59,19 @@ def test_questions_are_answered_as_generate_does_until_ctrl_d(
     assert stat.S_IMODE(history.stat().st_mode) == stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+@pytest.mark.parametrize("data", ["/dev/null/x", "full"])
+def test_a_chat_goes_on_where_its_history_cannot_be_kept(
+    data: str, chat: Begin, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("full")
+
+    monkeypatch.setattr("prompt_toolkit.history.FileHistory.store_string", fail)
+    got = chat("abc\r", f"/save {path}\r", CTRL_D, XDG_DATA_HOME=str(tmp_path / data))
+    assert (got.done.code, saved(path)[0]) == (0, "abc")
+    assert ("note: typed lines are not kept" in got.done.err) is (data != "full")
+
+
 def test_samples_are_those_of_generate_with_seeds_that_are_told(
     chat: Begin, saved_with: Callable[..., Path], path: Path
 ) -> None:

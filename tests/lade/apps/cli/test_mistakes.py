@@ -1,5 +1,6 @@
 """Help, and what users do wrong: an error of one line that says what was expected."""
 
+import os
 import re
 import shlex
 import shutil
@@ -237,6 +238,18 @@ def test_a_missing_extra_is_named_with_its_pip_line() -> None:
     assert done.returncode == 1
     assert f'pip install "{ROOT}[cli]"' in done.stderr  # tests run in an editable installation
     assert "Traceback" not in done.stderr
+
+
+def test_closed_streams_and_the_c_locale_are_no_faults() -> None:
+    program = "import sys, lade.apps.cli as it; print(chr(26085), file=it.replacing(sys.stdout))"
+    for command, *expected in (
+        ("-m lade generate - <&- >&-", 1, "", "error: the prompt is empty\n"),
+        (f"-c {shlex.quote(program)}", 0, "?\n", ""),
+    ):
+        shell = ["sh", "-c", f"exec {sys.executable} {command}"]
+        env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+        done = subprocess.run(shell, env=env, capture_output=True, text=True)
+        assert [done.returncode, done.stdout, done.stderr] == expected
 
 
 # --- Ctrl-C and warnings ------------------------------------------------------------------------
