@@ -15,6 +15,8 @@ from benchmarks.report import progress_bar, sheet, show
 from benchmarks.shapes import SHAPES, make_model
 from lade.compat import Model
 from lade.drafting.drafts import draft_of
+from lade.forward.widening import NARROW
+from lade.models import pack
 from lade.models.loading import LoadedModel
 from lade.probing.factory import make_target
 from lade.probing.plan import choose_verification, ready
@@ -59,6 +61,8 @@ def shaped(name: str, dtype: str | None, threads: int | None) -> LoadedModel:
     model = make_model(SHAPES[name], torch.device("cpu")).model
     if dtype is not None:
         model = model.to(getattr(torch, dtype))
+    if model.dtype in NARROW:
+        pack(model)
     return LoadedModel(model, None, name)
 
 

@@ -65,6 +65,8 @@ def write_digits(build: Any, of: Any) -> None:
     The first two digits of each number go to the second address, the third to the third.
     """
     source, target, last, num_blocks = cgutils.unpack_tuple(build, of)
+    if not FORMATS:
+        return
     with cgutils.for_range(build, num_blocks) as blocks:
         start = build.mul(blocks.index, _INT64(4 * words.DIGITS_BLOCK))
         for i in range(2):
@@ -96,7 +98,8 @@ def _configure(build: Any, address: Any) -> None:
 @instruction(types.void, types.int64)
 def release(build: Any, _: Any) -> None:
     """Give back the tiles, which the system saves whenever it lets another thread run."""
-    called(build, "llvm.x86.tilerelease", ir.VoidType())
+    if FORMATS:
+        called(build, "llvm.x86.tilerelease", ir.VoidType())
 
 
 def _pointer(build: Any, address: Any) -> Any:

@@ -12,13 +12,13 @@ from torch import nn
 from torch.nn import functional
 
 import lade
-from lade.forward import _digits, _packed
+from lade.forward import _amx, _digits, _packed
 from lade.forward import packed as file
 from lade.forward._tiles import FEATURES
 from lade.forward.job import FusedForwards, forwards_for
 from lade.forward.linear import kernels
 from lade.forward.packed import PackedEmbedding, PackedLinear, made_whole
-from lade.forward.words import BLOCKS
+from lade.forward.words import BLOCKS, IN_BFLOAT16, NO_DIGITS
 from lade.models.gguf import load_gguf
 from tests.grids import thinned, thinned_rows
 from tests.lade.forward.conftest import Ran
@@ -26,6 +26,7 @@ from tests.lade.forward.conftest import noted as noted_jobs
 from tests.lade.forward.lanes import kernels_with
 from tests.lade.forward.test_job import TEXT, Apart, Prefilled, compared, with_drafts  # noqa: F401
 from tests.lade.models.gguf_files import blocks, whole, write
+from tests.lade.tiny import tiny_model
 
 pytestmark = pytest.mark.xdist_group("products")  # compiled once
 NUMBERS = {name: number for number, (name, *_) in BLOCKS.items() if name != "F32"}
@@ -38,20 +39,26 @@ OF_DOTS = [(name, dot) for name in BY_DIGITS for dot in DOTS]
 QUICK = {*zip(("Q8_0", "Q6_K", "Q4_1", "MXFP4"), DOTS * 2, strict=False)} & {*OF_DOTS}
 
 
-write_digits = numba.njit(lambda *of: _digits.write_digits(of), error_model="numpy")
+in_bytes = numba.njit(lambda *of: _digits.write_digits(of), error_model="numpy")
+in_bfloat16 = numba.njit(lambda *of: _amx.write_digits(of), error_model="numpy")
 
 
-def product(function: Any, inputs: Any, weight: Any, num: int) -> Any:
+def product(module: Any, function: Any, inputs: Any, weight: Any, num: int) -> Any:
     """Return products of rows [rows, inputs] and packed weights; of no row, the weights."""
     num_rows, num_inputs = inputs.shape
-    digits = np.zeros((num_rows, num_inputs + 32), np.float32)
-    for row, of_row in zip(inputs, digits, strict=True):
-        write_digits(row.ctypes.data, of_row.ctypes.data, num_inputs // 32)
+    memory = np.zeros((3, num_rows * (num_inputs + 32)), np.float32)
+    memory[0, : inputs.size] = inputs.flatten()
+    turned = np.zeros(192 * -(-num_rows // 16) * num_inputs + 128, np.int8)
     made = np.zeros((num_rows, len(weight)) if num_rows else (len(weight), num), np.float32)
     strip = np.zeros(_packed.STRIP + 16, np.float32)
-    given = inputs.ctypes.data if num_rows else 0, 4 * num_inputs, num_rows
+    for row in range(num_rows):
+        of_row = [each.ctypes.data + (4 * num_inputs + 128) * row for each in memory[1:]]
+        write, num_areas = (in_bfloat16, 2) if module is _amx else (in_bytes, 1)
+        of_inputs = memory[0].ctypes.data + 4 * num_inputs * row
+        write(of_inputs, *of_row[:num_areas], num_inputs // 32)
+    given = memory.ctypes.data if num_rows else 0, 4 * num_inputs, num_rows
     packed = weight.ctypes.data, weight.shape[1], len(weight)
-    rest = num, -(-strip.ctypes.data // 64) * 64, digits.ctypes.data - inputs.ctypes.data
+    rest = num, -(-strip.ctypes.data // 64) * 64, memory.strides[0], turned.ctypes.data
     words = *given, *packed, made.ctypes.data, made.strides[0], *rest
     function((ctypes.c_int64 * len(words))(*words))
     return made
@@ -79,6 +86,11 @@ def test_products_by_digits_are_exact_and_add_in_one_order(
     assert check_products(name, _digits) == bits
 
 
+@pytest.mark.skipif(not _amx.FORMATS, reason="the CPU has no tiles")
+def test_products_by_tiles_are_exact_and_add_in_one_order() -> None:
+    check_products("BF16", _amx)
+
+
 def check_products(name: str, module: Any) -> list[bytes]:
     """Up to rounding; a row's last bit does not depend on how many are beside it."""
     function, bits = module.product_of(NUMBERS[name]).ctypes, []
@@ -88,15 +100,15 @@ def check_products(name: str, module: Any) -> list[bytes]:
         weight = blocks(name, num_columns, num)
         exact = whole(weight, name)
         nothing = np.zeros((0, num), np.float32)
-        assert np.array_equal(product(function, nothing, weight, num), exact)
+        assert np.array_equal(product(module, function, nothing, weight, num), exact)
         inputs = rng.standard_normal((max(NUM_ROWS), num)).astype(np.float32)
-        of_all = product(function, inputs, weight, num)
+        of_all = product(module, function, inputs, weight, num)
         right = inputs.astype(np.float64) @ exact.astype(np.float64).T
         assert np.abs(of_all - right).max() <= 1e-6 * np.abs(right).max()
         apart = (np.square(each - right).mean() for each in (of_all, inputs @ exact.T))
         assert next(apart) <= 1.5**2 * next(apart)
         for num_rows in NUM_ROWS:
-            some = product(function, inputs[:num_rows], weight, num)
+            some = product(module, function, inputs[:num_rows], weight, num)
             assert np.array_equal(some, of_all[:num_rows]), (num_columns, num, num_rows)
         bits.append(of_all.tobytes())
     return bits
@@ -104,12 +116,15 @@ def check_products(name: str, module: Any) -> list[bytes]:
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf, 3.4e38, 1e-20])
 def test_extreme_inputs_give_what_float32_gives(number: float) -> None:
-    weight, inputs = blocks("Q4_0", 16, 256), np.zeros((3, 256), np.float32)
+    inputs = np.zeros((3, 256), np.float32)
     inputs[1, 77] = number
-    with np.errstate(invalid="ignore"):
-        expected = inputs @ whole(weight, "Q4_0").T
-    for module in (_packed, _digits) if BY_DIGITS else (_packed,):
-        made = product(module.product_of(NUMBERS["Q4_0"]).ctypes, inputs, weight, 256)
+    modules = [("Q4_0", _packed), *[("Q4_0", _digits)] * bool(BY_DIGITS)]
+    for name, module in (*modules, *[("BF16", _amx)] * bool(_amx.FORMATS)):
+        weight = blocks(name, 16, 256)
+        with np.errstate(invalid="ignore"):
+            expected = inputs @ whole(weight, name).T
+        function = module.product_of(NUMBERS[name]).ctypes
+        made = product(module, function, inputs, weight, 256)
         one, other = (np.where(np.isfinite(each), each, np.nan) for each in (made, expected))
         np.testing.assert_allclose(one, other, 1e-6)
 
@@ -146,7 +161,7 @@ def test_a_layer_reads_digits_if_the_cpu_can(monkeypatch: pytest.MonkeyPatch) ->
         with torch.no_grad():
             made.append(layer(inputs))
         function = module.product_of(NUMBERS["Q4_K"]).ctypes
-        sums = product(function, inputs.numpy(), layer.weight.numpy(), 256)
+        sums = product(module, function, inputs.numpy(), layer.weight.numpy(), 256)
         assert torch.equal(made[-1], torch.from_numpy(sums) + layer.bias)
     assert not torch.equal(*made)
 
@@ -217,8 +232,21 @@ def test_formats_and_sizes_of_heads_decide_what_reads_digits(
     with_drafts(load_gguf(tmp_path / "model.gguf"), TEXT, max_new_tokens=20)
     assert [each for each in compared if not each.is_close] == []
     assert {1, TEXT.shape[1]} < {each.num_tokens for each in compared}
-    plain = file._functions.get((NUMBERS["Q4_0"], False))
+    plain = file._functions.get((NUMBERS["Q4_0"], NO_DIGITS))
     assert (plain is not None) == (size == 48 or not _digits.FORMATS)
+
+
+@pytest.mark.skipif(not _amx.FORMATS, reason="the CPU has no tiles")
+def test_layers_with_many_inputs_run_by_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+    compared: list[Apart],  # noqa: F811
+) -> None:
+    monkeypatch.setattr(_amx, "LEAST_INPUTS", 96)  # those of the MLP alone
+    monkeypatch.setattr(file, "_functions", {})
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
+    with_drafts(tiny_model("llama", dtype=torch.bfloat16, **sizes), TEXT, max_new_tokens=20)
+    assert [each for each in compared if not each.is_close] == []
+    assert {*file._functions} == {(NUMBERS["BF16"], each) for each in (NO_DIGITS, IN_BFLOAT16)}
 
 
 def test_a_job_is_never_held_against_packed_products(
