@@ -9,6 +9,7 @@ Source: Henry, Tang and Heinecke (arXiv 1904.06376), three terms of bfloat16.
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numba
@@ -45,7 +46,7 @@ def _has_tiles() -> bool:
     """Return whether this process may use the CPU's tiles, for which Linux must be asked."""
     if not all(map(FEATURES.get, ("amx-tile", "amx-bf16"))):
         return False
-    return ctypes.CDLL(None).syscall(_CALL, _ASK, _TILE_DATA) == 0
+    return bool(ctypes.CDLL(None).syscall(_CALL, _ASK, _TILE_DATA) == 0)
 
 
 #: Inputs from which on tiles are as fast as vectors for a single row, too.
@@ -150,9 +151,9 @@ def _turned(build: Any, addresses: list[Any]) -> list[Any]:
     """
     half = ir.VectorType(_INT32, _TILE // 2)
 
-    def joined(first: Any, second: Any, mask: list[int]) -> Any:
+    def joined(pair: Sequence[Any], mask: list[int]) -> Any:
         constant = ir.Constant(ir.VectorType(_INT32, len(mask)), mask)
-        return build.shuffle_vector(first, second, constant)
+        return build.shuffle_vector(*pair, constant)
 
     # Halves of two rows in one vector; then squares of 1, 2 and 4 words change places.
     vectors: list[Any] = [None] * _TILE
@@ -162,7 +163,7 @@ def _turned(build: Any, addresses: list[Any]) -> list[Any]:
                 build.load(at(build, addresses[row], _INT64(32 * part), 1, half), align=1)
                 for row in (i, i + 8)
             ]
-            vectors[8 * part + i] = joined(*parts, [*range(_TILE)])
+            vectors[8 * part + i] = joined(parts, [*range(_TILE)])
     for size in (1, 2, 4):
         lower = [i for i in range(_TILE) if not i & size]
         masks = [
@@ -171,7 +172,7 @@ def _turned(build: Any, addresses: list[Any]) -> list[Any]:
         ]
         for i in lower:
             pair = vectors[i], vectors[i + size]
-            vectors[i], vectors[i + size] = (joined(*pair, mask) for mask in masks)
+            vectors[i], vectors[i + size] = (joined(pair, mask) for mask in masks)
     return vectors
 
 

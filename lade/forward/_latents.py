@@ -52,7 +52,7 @@ def _write_values(g, phase, of, scratch):  # type: ignore[no-untyped-def]
             _copy(_row(got, rank), _row(scratch + 4 * rank * token, rank))
         first = (of[w.STRAIGHT] + size) * head + of[w.STRAIGHT]
         x = scratch, 4 * rank, num
-        _multiply(g, x, rank, 0, of_expand, first, first + size, out, 4 * size)
+        _multiply(g, x, rank, (0, 0), of_expand, first, first + size, out, 4 * size)
         for token in range(num):
             target = 4 * (of[w.ATTENDED_SIZE] * token + size * head)
             _copy(_row(out + 4 * size * token, size), _row(g[w.ATTENDED] + target, size))

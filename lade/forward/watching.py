@@ -35,7 +35,7 @@ from lade.machine.generators import are_random_states, put_back, random_states
 from lade.targets.masks import FULL, AttentionSpan
 
 _POSITIONS = [0, 1, 2, 1_000_003, 1_000_004]  # of the watched forward
-_OTHERS = [0, 1, 900_001, 900_002]  # of another one, whose number of tokens is even
+_OTHERS = [0, 1, 900_001, 900_002]  # of another one, of an even number of tokens
 _NUM_BEFORE = 7  # tokens that seem to be in a cache
 #: Attention implementations: a function of ours, and what a model writes out.
 _WATCHED, _WRITTEN = "lade_watched", "lade_written"
@@ -216,7 +216,8 @@ def watch(
     # some thousand positions.
     last = getattr(text, "max_position_embeddings", None) or len(_POSITIONS)
     states = random_states(model.device)
-    ways = (_OTHERS, [0, 1, last - 2, last - 1]) if is_other else (_POSITIONS, [0, 1, 2, last - 2, last - 1])
+    ways = [_OTHERS if is_other else _POSITIONS]
+    ways.append([*range(len(ways[0]) - 2), last - 2, last - 1])
     for numbers in ways:
         positions = torch.tensor([numbers], dtype=torch.int64, device="cpu")
         calls.clear()

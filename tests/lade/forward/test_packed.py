@@ -243,7 +243,7 @@ def test_layers_with_many_inputs_run_by_tiles(
 ) -> None:
     monkeypatch.setattr(_amx, "LEAST_INPUTS", 96)  # those of the MLP alone
     monkeypatch.setattr(file, "_functions", {})
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
     with_drafts(tiny_model("llama", dtype=torch.bfloat16, **sizes), TEXT, max_new_tokens=20)
     assert [each for each in compared if not each.is_close] == []
     assert {*file._functions} == {(NUMBERS["BF16"], each) for each in (NO_DIGITS, IN_BFLOAT16)}

@@ -188,6 +188,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "sight of later tokens": lambda model: setattr(
         model.model.layers[0].self_attn, "is_causal", False
     ),
+    "whether tokens are odd": lambda model: subclassed(
+        model.model.layers[1].mlp, lambda out: out * (1 + out.shape[1] % 2)
+    ),
     "no layer": lambda model: setattr(model.model, "layers", nn.ModuleList()),
     "a layer twice": lambda model: setattr(
         model.model, "layers", nn.ModuleList([model.model.layers[0]] * 3)
