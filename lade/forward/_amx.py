@@ -49,8 +49,9 @@ def _has_tiles() -> bool:
     return bool(ctypes.CDLL(None).syscall(_CALL, _ASK, _TILE_DATA) == 0)
 
 
-#: Inputs from which on tiles are as fast as vectors for a single row, too.
-LEAST_INPUTS = 1536
+#: Inputs from which on tiles are as fast as vectors for a single row, too: of shorter columns, the
+#: CPU does not fetch the next ones in time.
+LEAST_INPUTS = 2048
 #: Formats whose products are by tiles on this CPU.
 FORMATS = (BF16,) if _has_tiles() else ()
 
