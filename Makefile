@@ -30,7 +30,7 @@ help:
 	@echo "make demo         tell what lade does with a model, and compare plain generate, prompt lookup and lade"
 	@echo "make chat         chat with the default model in the terminal"
 	@echo "make web          chat with it in the browser, and race plain generate and lade"
-	@echo "make test         run the tests in about six minutes, without the long grids"
+	@echo "make test         run the tests in six to eight minutes, without the long grids"
 	@echo "make test-bounds  run the tests of the pool's kernels with every index checked"
 	@echo "make test-arm     run the tests of kernels on ARM, by emulation (an hour; needs root and Debian's archive)"
 	@echo "make test-oldest  run some 200 tests on the oldest supported transformers"
