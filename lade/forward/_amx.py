@@ -276,6 +276,8 @@ def product_of(format_: int) -> Any:
                 of_row = w + w_step * column, size // 32, y + y_step * column, w_step
                 _unpack_row(format_, of_row)
             return
+        if num_rows == 0:  # a part of a prompt without logits; there are no tiles of no rows
+            return
         turned, of_tile, width = given[11], min(num_rows, 16), 6 * size
         which = numba.carray(pointer(turned), (2,), np.int64)
         if which[0] != x or which[1] != size:
