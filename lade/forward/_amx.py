@@ -19,7 +19,8 @@ from numba import types
 from numba.core import cgutils
 
 from lade.forward import words
-from lade.forward._packed import BF16, NUM_GIVEN, _unpack_row
+from lade.forward._digits import _FLOATS, _INTS, _ints, add_columns
+from lade.forward._packed import BF16, NUM_GIVEN, unpack_rows
 from lade.forward._tiles import (
     DEPTH,
     FEATURES,
@@ -39,7 +40,6 @@ _FIRSTS, _OTHERS, _WEIGHTS, _DIGITS = (0, 1), (2, 3), (4, 5), (6, 7)
 _CALL, _ASK, _TILE_DATA = 158, 0x1023, 18  # Linux's arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
 
 _INT8, _INT16, _INT32, _INT64 = (ir.IntType(8 << i) for i in range(4))
-_FLOATS, _INTS = ir.VectorType(ir.FloatType(), 16), ir.VectorType(_INT32, 16)
 
 
 def _has_tiles() -> bool:
@@ -54,10 +54,6 @@ def _has_tiles() -> bool:
 LEAST_INPUTS = 2048
 #: Formats whose products are by tiles on this CPU.
 FORMATS = (BF16,) if _has_tiles() else ()
-
-
-def _ints(number: int) -> Any:
-    return ir.Constant(_INTS, [number] * 16)
 
 
 @instruction(types.void)
@@ -138,7 +134,7 @@ def _turn(build: Any, of: Any) -> None:
                     line = build.load(at(build, given, _INT64(0), 1, _INTS), align=4)
                     build.store(line, at(build, to, _INT64(0), 1, _INTS), align=4)
                 with otherwise:
-                    # As long as 16 rows: what is too much lies where the next vector goes.
+                    # As long as 16 rows: the excess lies where the next vector goes.
                     lines = _turned(build, [build.add(given, each) for each in steps])
                     for i, vector in enumerate(lines):
                         address = build.add(to, build.mul(width, _INT64(i)))
@@ -237,12 +233,7 @@ def _give(build: Any, of: Any) -> None:
 
     def store(row: Any, sums: Any) -> None:
         address = build.add(y, build.mul(y_step, row))
-        first = build.extract_element(sums, _INT32(0))
-        with build.if_else(build.icmp_unsigned("==", num_columns, _INT64(1))) as branches:
-            for branch, each in zip(branches, (first, sums), strict=True):
-                with branch:
-                    to = build.inttoptr(address, each.type.as_pointer())
-                    build.store(build.fadd(build.load(to, align=4), each), to, align=4)
+        add_columns(build, address, sums, build.icmp_unsigned("==", num_columns, _INT64(1)))
 
     with build.if_else(build.icmp_unsigned("==", of_tile, _INT64(1))) as (then, otherwise):
         with then:
@@ -272,9 +263,7 @@ def product_of(format_: int) -> Any:
         x, x_step, num_rows, w, w_step = given[0], given[1], given[2], given[3], given[4]
         num_columns, y, y_step, size, memory = given[5], given[6], given[7], given[8], given[9]
         if x == 0:
-            for column in range(num_columns):
-                of_row = w + w_step * column, size // 32, y + y_step * column, w_step
-                _unpack_row(format_, of_row)
+            unpack_rows(format_, (w, w_step), (y, y_step), num_columns, size // 32)
             return
         if num_rows == 0:  # a part of a prompt without logits; there are no tiles of no rows
             return

@@ -33,8 +33,8 @@ from lade.forward._packed import (
     Q5_K,
     Q6_K,
     Q8_0,
-    _unpack_row,
     half_power,
+    unpack_rows,
 )
 from lade.forward._tiles import (
     DEPTH,
@@ -145,6 +145,16 @@ def _by_halves(build: Any, name: str, *given: Any, bits: int = 32) -> Any:
     return build.shuffle_vector(*made, both)
 
 
+def add_columns(build: Any, address: Any, sums: Any, is_one: Any) -> None:
+    """Emit the addition of the sums of 16 columns, or of the first one's alone, to a row."""
+    of_first = build.extract_element(sums, _INT32(0))
+    with build.if_else(is_one) as branches:
+        for branch, each in zip(branches, (of_first, sums), strict=True):
+            with branch:
+                to = build.inttoptr(address, each.type.as_pointer())
+                build.store(build.fadd(build.load(to, align=4), each), to, align=4)
+
+
 class _Strip:
     """Emits code for the products of 16 columns and all rows, whose sums are in memory."""
 
@@ -168,12 +178,7 @@ class _Strip:
         with cgutils.for_range(build, self._rows) as rows:
             address = build.add(y, build.mul(y_step, rows.index))
             sums = build.load(at(build, self._sums, rows.index, 64, _FLOATS), align=64)
-            of_first = build.extract_element(sums, _INT32(0))
-            with build.if_else(is_one) as branches:
-                for branch, each in zip(branches, (of_first, sums), strict=True):
-                    with branch:
-                        to = build.inttoptr(address, each.type.as_pointer())
-                        build.store(build.fadd(build.load(to, align=4), each), to, align=4)
+            add_columns(build, address, sums, is_one)
 
     def add_blocks(self, num_blocks: Any) -> None:
         """Emit a loop over the blocks of the columns."""
@@ -464,9 +469,7 @@ def product_of(format_: int) -> Any:
         x, x_step, num_rows, w, w_step = given[0], given[1], given[2], given[3], given[4]
         num_columns, y, y_step, size, sums = given[5], given[6], given[7], given[8], given[9]
         if x == 0:
-            for column in range(num_columns):
-                of_row = w + w_step * column, size // per_block, y + y_step * column, w_step
-                _unpack_row(format_, of_row)
+            unpack_rows(format_, (w, w_step), (y, y_step), num_columns, size // per_block)
             return
         if given[10] != 0:
             x, x_step = x + given[10], x_step + words.DIGITS_APART

@@ -494,6 +494,14 @@ def _unpack_row(typing_context: Any, format_: Any, of: Any) -> Any:
 
 
 @numba.njit(inline="always")
+def unpack_rows(format_, weights, results, num_columns, num_blocks):  # type: ignore[no-untyped-def]
+    """Unpack the blocks of each column, given addresses and the bytes between columns."""
+    (w, w_step), (y, y_step) = weights, results
+    for column in range(num_columns):
+        _unpack_row(format_, (w + w_step * column, num_blocks, y + y_step * column, w_step))
+
+
+@numba.njit(inline="always")
 def _add_rows(format_, most, inputs, weights, results, num_blocks, ahead):  # type: ignore[no-untyped-def]
     """Add products of all rows, in parts of about equal size, for the columns of a tile."""
     (rows, columns), (x, x_step, num_rows), (y, y_step) = most, inputs, results
@@ -524,8 +532,7 @@ def product_of(format_: int) -> Any:
         num_columns, y, y_step, size, strip = given[5], given[6], given[7], given[8], given[9]
         num_blocks, num_fused = size // numbers, 0
         if x == 0:
-            for column in range(num_columns):
-                _unpack_row(format_, (w + w_step * column, num_blocks, y + y_step * column, w_step))
+            unpack_rows(format_, (w, w_step), (y, y_step), num_columns, num_blocks)
             return
         if num_rows <= most_fused and num_blocks % at_once == 0:
             rows, columns = few if num_rows <= few[0] else tall

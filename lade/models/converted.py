@@ -203,7 +203,7 @@ def config_of(path: Path, settings: Mapping[str, Any], tensors: Mapping[str, Any
     start = f"{name}."
     own = {key[len(start) :]: each for key, each in settings.items() if key.startswith(start)}
     missing, num = [start + key for key in made.needs if key not in own], own.get("block_count")
-    if not own.keys() & {_NORM, _RMS_NORM}:  # of which classes have defaults, llama.cpp none
+    if not own.keys() & {_NORM, _RMS_NORM}:  # for which classes have defaults, llama.cpp has none
         missing.append(f"{start}{_NORM} or {_RMS_NORM}")
     if made.keys is None or missing or (made.layers and num not in made.layers):
         lacks = missing[0] if missing else f"all of the config of {name} with {num} layers"
